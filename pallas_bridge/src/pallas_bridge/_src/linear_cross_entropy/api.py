@@ -1,40 +1,34 @@
-"""The functions of linear cross-entropy that users call, and the checks of their arguments."""
+"""The functions of linear cross-entropy that users call."""
 
-import copy
-import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import gathering, meshes, one_program, pallas
-from ..arrays import wide
-from ..bound import Bound
-from ..checks import as_array, check_dtype, is_traced, promoted
+from .. import pallas
+from ..checks import as_array
+from ..chunk_loops import make_alike
 from ..cross_entropy.api import AxisName
-from ..implementations import choose
 from ..keywords import hinted, hinted_with
-from ..losses.aux_outputs import Request, TokenOutputs, check_columns
-from ..losses.options import Options, check_options, check_tile, narrow_labels
-from ..losses.reduction import token_factors, weighted
-from ..losses.traced import Coefficients
-from ..losses.vocab_shards import WHOLE, shard_options
+from ..logits_gemms import Gemms
+from ..losses.aux_outputs import Request, check_columns
+from ..losses.options import check_tile
+from ..losses.reduction import weighted
 from ..operation import Implementation
 from . import derivative, schedule
-from .chunks import Gemms, Operands, make_alike, pad_tokens
+from .call import Call, find_vocab_axis, promote_operands
+from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss
 from .plan import Plan
 from .schedule import Planner
-from .sharding import Layout, Partitioned, find_layout
 
 Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(TypedDict, total=False):
-    """The options that all functions have."""
+    """The options that all functions have; `Call` has their defaults."""
 
     bias: ArrayLike | None
     vocab_axis: int | None
@@ -49,56 +43,6 @@ class _Keywords(TypedDict, total=False):
     implementation: Implementation | None
     axis_name: AxisName | None
     batch_invariant: bool
-
-
-def _prepare(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    weights: ArrayLike | None,
-    return_lse: bool,
-    *,
-    bias: ArrayLike | None = None,
-    vocab_axis: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float | jax.Array = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float | jax.Array = 1.0,
-    max_scratch_bytes: int | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
-    batch_invariant: bool = False,
-) -> tuple["_Call", Coefficients]:
-    """Returns checked arguments, sharded as known, and the coefficients of the loss."""
-    coefficients = Coefficients(label_smoothing, z_loss)
-    hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
-    options = check_options(
-        **coefficients.known,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=kernel_temperature,
-        block_size=block_size,
-        time_block=time_block,
-        every_token=return_lse,
-        donate_logits=False,
-    )
-    call = _Call(
-        hidden,
-        weight,
-        labels,
-        weights,
-        bias,
-        vocab_axis,
-        coefficients.for_kernels(options),
-        implementation,
-        max_scratch_bytes,
-        batch_invariant,
-    )
-    call.find_layout(axis_name)
-    return call, coefficients
 
 
 @overload
@@ -143,7 +87,7 @@ def linear_cross_entropy(
 ) -> Any: ...
 
 
-@hinted_with(_prepare)
+@hinted_with(Call.__init__)
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -249,16 +193,17 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
-    call, coefficients = _prepare(hidden, weight, labels, weights, return_lse, **options)
+    call = Call(hidden, weight, labels, weights, return_lse, **options)
+    call.find_layout()
     columns = check_columns(OPERATION, columns, call.shape)
     requested = Request(return_lse, return_entropy, return_correct, columns)
     if reduction == "none":
         found = call.outputs(requested)
-        loss = coefficients.loss(call.options, call.labels, found, call.weights)
+        loss = call.coefficients.loss(call.options, call.labels, found, call.weights)
         loss = loss if call.weights is None else weighted(loss, call.weights)
-    elif coefficients.any_traced:
+    elif call.coefficients.any_traced:
         found, factors = call.outputs(requested), call.factors(reduction)
-        loss = coefficients.loss(call.options, call.labels, found, factors)
+        loss = call.coefficients.loss(call.options, call.labels, found, factors)
         loss = weighted(loss, factors).sum()
     else:
         found = call.outputs(requested, reduction)
@@ -309,28 +254,24 @@ def linear_cross_entropy_value_and_grad(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    options = check_options(
+    call = Call(
+        hidden,
+        weight,
+        labels,
+        weights,
+        takes_traced=False,
+        bias=bias,
+        vocab_axis=vocab_axis,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
+        max_scratch_bytes=max_scratch_bytes,
         block_size=block_size,
         time_block=time_block,
-        every_token=False,
-        donate_logits=False,
-    )
-    call = _Call(
-        hidden,
-        weight,
-        labels,
-        weights,
-        bias,
-        vocab_axis,
-        options,
-        implementation,
-        max_scratch_bytes,
-        batch_invariant,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
     )
     operands, factors = call.flat, call.factors(reduction).reshape(-1)
     sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
@@ -397,7 +338,7 @@ def linear_cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted_with(_prepare)
+@hinted_with(Call.__init__)
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -422,11 +363,12 @@ def linear_cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
-    call, coefficients = _prepare(hidden, weight, labels, None, return_lse, **options)
+    call = Call(hidden, weight, labels, None, return_lse, **options)
+    call.find_layout()
     columns = check_columns(OPERATION, columns, call.shape)
     requested = Request(return_lse, return_entropy, return_correct, columns)
     found = call.outputs(requested)
-    loss = coefficients.loss(call.options, call.labels, found)
+    loss = call.coefficients.loss(call.options, call.labels, found)
     return loss, found.logps, *requested.select(found)
 
 
@@ -469,8 +411,8 @@ def explain(
         if array is None:
             raise TypeError(f"{name} is None; it must be an array {right}, or its shape and dtype")
     if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
-        hidden, weight = jax.eval_shape(_promoted, hidden, weight)
-    axis = _vocab_axis(hidden, weight, bias, vocab_axis)
+        hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
+    axis = find_vocab_axis(hidden, weight, bias, vocab_axis)
     planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
     plan, cuda, cpu = planner.plans((hidden, weight, bias), reduced=reduction != "none")
     if plan.batch_invariant:
@@ -498,291 +440,3 @@ def _tpu(platform: str) -> pallas.Target:
         names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
         raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
     return targets[platform]
-
-
-class _Call:
-    """Checked arguments, and what computes their loss."""
-
-    def __init__(
-        self,
-        hidden: ArrayLike,
-        weight: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None,
-        bias: ArrayLike | None,
-        vocab_axis: int | None,
-        options: Options,
-        implementation: Implementation | None,
-        max_scratch_bytes: int | None,
-        batch_invariant: bool,
-    ) -> None:
-        # Whether all is XLA's own program.
-        self.is_dense = choose(OPERATION, implementation) == "reference"
-        self.hidden, self.weight = _promoted(
-            as_array("hidden", hidden, "[.., D]"), as_array("weight", weight, "[V, D] or [D, V]")
-        )
-        y = as_array("labels", labels, "[..], a label a token")
-        self.bias = None if bias is None else as_array("bias", bias, "[V]")
-        self.axis = _vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
-        meshes.check_whole(OPERATION, "hidden", self.hidden, columns=-1)
-        # Every chunk takes all of D.
-        self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
-        self.shape = self.hidden.shape[:-1]
-        if not jnp.issubdtype(y.dtype, jnp.integer):
-            raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
-        y = self._check_tokens("labels", y)
-        options = dataclasses.replace(options, implementation=implementation)
-        self.labels, self.options = narrow_labels(y, options)
-        if not all(isinstance(extent, int) for extent in self.shape):
-            self.options = self.options.in_xla()
-        self.weights = None
-        if weights is not None:
-            self.weights = self._check_tokens("weights", weights).astype(jnp.float32)
-        if batch_invariant and self.is_dense:
-            raise ValueError(
-                "batch_invariant is True with the implementation 'reference', whose products have "
-                "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
-            )
-        gemms = Gemms(self.axis, batch_invariant)
-        self.planner = Planner(gemms, self.options.tile, max_scratch_bytes)
-        # How arrays are known to be sharded; None where they are not. On devices, arrays are a
-        # device's.
-        self.layout: Layout | None = None
-
-    def _check_tokens(self, name: str, array: ArrayLike) -> jax.Array:
-        """Returns a checked array of the shape of the tokens."""
-        array = as_array(name, array, "[..], a number a token")
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
-        if array.shape != self.shape:
-            raise ValueError(
-                f"{name} have shape {array.shape}; it must be that of hidden without its last "
-                f"axis, {self.shape}"
-            )
-        return array
-
-    @property
-    def flat(self) -> Operands:
-        """The operands, with one axis of tokens."""
-        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Operands(hidden, self.weight, self.bias, self.labels.reshape(-1))
-
-    @property
-    def unflattened(self) -> Operands:
-        """The same, with all axes of tokens where XLA may shard any of them (`Partitioned`)."""
-        # A single token has no axis, and nothing to shard.
-        is_known = self.shape and all(isinstance(extent, int) for extent in self.shape)
-        is_open = self.layout is None and not self.is_dense
-        if is_known and is_open and meshes.are_left_to_xla(self.hidden, self.weight):
-            return Operands(self.hidden, self.weight, self.bias, self.labels)
-        return self.flat
-
-    def factors(self, reduction: Literal["mean", "sum"]) -> jax.Array:
-        """Returns the factor [..] of every token's loss."""
-        return token_factors(self.options, reduction, self.labels, self.weights)
-
-    def find_layout(self, axis_name: AxisName | None) -> None:
-        """Finds how arrays are known to be sharded; else warns where XLA gathers some."""
-        layout = find_layout(self.hidden, self.weight, self.axis, axis_name)
-        if layout is not None:
-            self.layout = layout
-            self.labels = layout.place(self.labels)
-            self.weights = None if self.weights is None else layout.place(self.weights)
-        elif not self.is_dense:
-            self.hidden = gathering.watched(OPERATION, "hidden", self.hidden, -1, axis_of="D")
-            self.weight = gathering.watched(
-                OPERATION, "weight", self.weight, self.axis, calls_ask=True
-            )
-
-    def outputs(
-        self, requested: Request, reduction: Literal["mean", "sum"] | None = None
-    ) -> TokenOutputs:
-        """Returns loss, logps, lse and the `requested` outputs of each token [..].
-
-        With a reduction the loss is a scalar, and there are no logps.
-        """
-        factors = None if reduction is None else self.factors(reduction)
-        layout = self.layout
-        if layout is None:
-            return self._outputs(requested, factors)
-        fields = dict.fromkeys(requested.fields, layout.tokens)
-        if factors is not None:
-            del fields["logps"]
-            fields["loss"] = PartitionSpec()
-
-        def on_device(
-            hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any, columns: Any
-        ) -> dict[str, jax.Array]:
-            own = copy.copy(self)
-            own.hidden, own.weight, own.bias = hidden, layout.gather(weight), bias
-            own.labels, own.shape = labels, labels.shape
-            found = own._outputs(dataclasses.replace(requested, columns=columns), factors)
-            if factors is not None:
-                found = found._replace(loss=layout.total(found.loss))
-            return {name: getattr(found, name) for name in fields}
-
-        columns = None if requested.columns is None else layout.place(requested.columns)
-        arrays = self.hidden, self.weight, self.bias, self.labels, factors, columns
-        found = layout.run(on_device, fields, *arrays)
-        return TokenOutputs(**{"logps": found["loss"], **found})
-
-    def _outputs(self, requested: Request, factors: jax.Array | None) -> TokenOutputs:
-        """Returns the outputs of whole arrays, or a device's; `factors` reduce the loss."""
-        loss = self._loss(requested, is_reduced=factors is not None)
-        operands = self.flat
-        if not requested.any:
-            operands = self.unflattened
-        elif loss.exchange.is_whole and not self.is_dense:
-            # Flattening leaves tokens where they are if the first axis alone is sharded.
-            for axis in range(1, self.hidden.ndim - 1):
-                self.hidden = gathering.watched(
-                    OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
-                )
-            operands = self.flat
-        hidden, labels, columns = operands.hidden, operands.labels, requested.columns
-        if columns is not None:
-            columns = columns.reshape(-1, columns.shape[-1])
-        factors = None if factors is None else factors.reshape(labels.shape)
-        has_chunks = requested.any and not self.is_dense
-        if has_chunks and (loss.gemms.isolated or not isinstance(labels.shape[0], int)):
-            arrays = pad_tokens(loss.chunk_tokens, hidden, labels, columns, factors)
-            hidden, labels, columns, factors = arrays
-        operands = operands._replace(hidden=hidden, labels=labels)
-        requested = dataclasses.replace(requested, columns=columns)
-        run: Any = derivative.per_token if factors is None else derivative.reduced
-        more = [] if factors is None else [factors]
-        found: TokenOutputs = one_program.run(Bound(run, loss), requested, operands, *more)
-        if labels.shape == self.shape:
-            return found
-        count = self.labels.size
-
-        def shape(one: jax.Array) -> jax.Array:
-            # A scalar is a loss that is reduced.
-            return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
-
-        shaped: TokenOutputs = jax.tree.map(shape, found)
-        return shaped
-
-    def _loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
-        """Returns how the loss and what is requested are computed, by implementation and plan."""
-        operands, planner, layout = self.flat, self.planner, self.layout
-        exchange = WHOLE if layout is None else layout.exchange()
-        loss = LinearLoss(
-            self.options,
-            planner.gemms,
-            exchange=exchange,
-            is_dense=self.is_dense,
-            distribution=requested.distribution,
-            correct=requested.correct,
-        )
-        if self.is_dense:
-            return loss
-        if requested.any:
-            options = planner.row_options(self.options, operands.weight.shape[self.axis])
-            chunk = planner.output_chunk_tokens(operands)
-            loss = dataclasses.replace(loss, options=options, chunk_tokens=chunk)
-            is_known = is_reduced and layout is None
-            return self._fuse_outputs(loss, requested) if is_known else loss
-        if layout is not None and not exchange.is_whole:
-            own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
-            can_fuse = is_reduced and layout.leaves_axes
-            fused_chunk = planner.fused_chunk_tokens(operands) if can_fuse else None
-            return dataclasses.replace(
-                loss,
-                schedule=own,
-                is_fused=fused_chunk is not None,
-                chunk_tokens=fused_chunk or 0,
-            )
-        planned = planner.schedule(self.options, operands, reduced=is_reduced)
-        # Nothing shards a symbolic number of tokens.
-        if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
-            partition = Partitioned(planner)
-            planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
-        is_fused = is_reduced and planned.is_fused
-        return dataclasses.replace(
-            loss, options=planned.options, schedule=planned, is_fused=is_fused
-        )
-
-    def _fuse_outputs(self, loss: LinearLoss, requested: Request) -> LinearLoss:
-        """Returns `loss` with auxiliary outputs by the pass that makes gradients, if it can."""
-        operands, planner = self.flat, self.planner
-        is_whole = not meshes.are_left_to_xla(*operands[:2])
-        # A weight [D, V] has no rows to gather for the columns.
-        has_rows = requested.columns is None or self.axis == 0
-        if not (has_rows and is_whole) or planner.gemms.isolated:
-            return loss
-        planned = planner.schedule(self.options, operands, reduced=True)
-        # Nobody pads the chunks of this pass.
-        if not planned.is_fused or planned.plan.any_count:
-            return loss
-        cuda = planned.cuda
-        cuda = cuda if cuda is not None and cuda.products < 4 else None
-        return dataclasses.replace(loss, is_fused=True, cuda=cuda)
-
-
-def _divide(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
-    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
-
-    Raises:
-        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
-    """
-    if not is_traced(temperature):
-        return hidden, bias, temperature
-    if softcap is not None:
-        raise TypeError(
-            "temperature is traced and softcap is given; it must be a Python number then, since "
-            "hidden cannot be divided by it before the softcap"
-        )
-    if temperature.ndim or not jnp.issubdtype(temperature.dtype, jnp.floating):
-        raise TypeError(
-            f"temperature is traced, of shape {temperature.shape} and dtype {temperature.dtype}; "
-            "it must be a scalar of a float dtype"
-        )
-    hidden = as_array("hidden", hidden, "[.., D]")
-    check_dtype("hidden", hidden)
-    divisor = temperature.astype(jnp.float32)
-    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
-    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
-
-
-def _promoted(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
-    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
-    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
-
-
-def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
-    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
-    check_dtype("hidden", hidden)
-    check_dtype("weight", weight)
-    if hidden.ndim == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
-    width = hidden.shape[-1]
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
-        )
-    if vocab_axis is None:
-        if weight.shape == (width, width):
-            raise ValueError(
-                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
-                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
-            )
-        vocab_axis = 0 if weight.shape[1] == width else 1
-    if vocab_axis not in (0, 1):
-        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
-    if weight.shape[1 - vocab_axis] != width:
-        raise ValueError(
-            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
-            f"weight must have the {width} columns of hidden"
-        )
-    vocab = weight.shape[vocab_axis]
-    if bias is not None:
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
-        if bias.shape != (vocab,):
-            raise ValueError(
-                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
-                "vocabulary"
-            )
-    return vocab_axis

@@ -1,4 +1,4 @@
-"""Logits a chunk at a time, as programs of XLA's: the GEMMs, and passes over chunks.
+"""Passes over chunks of logits, as programs of XLA's.
 
 `TokenChunks` takes all columns of a chunk of tokens through the kernels of cross-entropy: the
 gradient of a chunk's logits takes their place, and two more GEMMs take it from there to hidden and
@@ -16,29 +16,30 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import linear
-from ..arrays import of_rank
 from ..bound import Bound
-from ..compat import varying_axes
+from ..chunk_loops import (
+    for_each_chunk,
+    is_one_chunk,
+    make_alike,
+    pad_tokens,
+    put_rows,
+    slice_rows,
+    zeros,
+)
 from ..cross_entropy import calls as kernels
-from ..custom_call import vary_alike
+from ..cross_entropy.reference import mask_cotangents, outputs_of_sums
+from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options, is_ignored
 from ..losses.vocab_shards import Loss, ShardOutputs
 
-# Columns of the vocabulary that a CPU adds to sums of dweight at a time.
-BLOCK = 1024
-FLOAT32 = np.dtype(np.float32)
-
-Bias = jax.Array | None
 Gradients = tuple[jax.Array, jax.Array, Bias]
-T = TypeVar("T")
 
 
 class Operands(NamedTuple):
@@ -58,162 +59,10 @@ class Operands(NamedTuple):
         return Operands(*make_alike(*self))
 
 
-def make_alike(*arrays: Any) -> list[Any]:
-    """Returns arrays that vary over the same axes within `shard_map`; None stays None.
-
-    The weight that every device has then varies too, and so does its gradient. The transpose is a
-    sum over devices.
-    """
-    varying = iter(vary_alike([x for x in arrays if x is not None]))
-    return [None if x is None else next(varying) for x in arrays]
-
-
-def operand_dtype(hidden: Any, weight: Any) -> Any:
-    """Returns the dtype that GEMMs take: the narrower one of both arrays."""
-    return min(hidden.dtype, weight.dtype, key=lambda dtype: int(dtype.itemsize))
-
-
-def as_gemm_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns hidden and weight as GEMMs take them: the wider one is rounded."""
-    dtype = operand_dtype(hidden, weight)
-    return hidden.astype(dtype), weight.astype(dtype)
-
-
 def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
     """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
     are_zero = (~one if one.dtype == bool else one == 0 for one in cotangents)
     return is_ignored(options, labels) | reduce(operator.and_, are_zero)
-
-
-def zero_rows(masked: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns `rows` [N, ..] with zeros for tokens that are `masked` [N].
-
-    Their gradient is 0, which times a NaN would be NaN.
-    """
-    return jnp.where(masked[:, None], jnp.zeros((), rows.dtype), rows)
-
-
-def zeros(
-    like: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = jnp.float32
-) -> jax.Array:
-    """Returns zeros of `shape`, or of the shape of `like`, for a loop to fill.
-
-    Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
-    """
-    made = jnp.zeros(like.shape if shape is None else shape, dtype)
-    axes = tuple(sorted(varying_axes(jax.typeof(like) if isinstance(like, jax.Array) else like)))
-    return jax.lax.pcast(made, axes, to="varying") if axes else made
-
-
-def is_one_chunk(chunk: int, total: Any) -> bool:
-    """Whether one chunk has all of `total`; False for a symbolic total."""
-    return isinstance(total, int) and chunk >= total
-
-
-def for_each_chunk(total: Any, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-    """Applies body(first, count, carry) to every chunk, the last of which may be shorter.
-
-    A symbolic total is a multiple of the chunk.
-    """
-    whole, rest = divmod(total, chunk)
-    if whole == 1:
-        carry = body(0, chunk, carry)
-    elif whole:
-        carry = jax.lax.fori_loop(0, whole, lambda n, one: body(n * chunk, chunk, one), carry)
-    return body(whole * chunk, rest, carry) if rest else carry
-
-
-def slice_rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns `count` rows of each array."""
-    return [jax.lax.dynamic_slice_in_dim(array, first, count) for array in arrays]
-
-
-def put_rows(arrays: Any, rows: Any, first: Any) -> Any:
-    """Returns arrays with rows from `first` on replaced, in the arrays' dtypes."""
-    return tuple(
-        jax.lax.dynamic_update_slice_in_dim(array, some.astype(array.dtype), first, 0)
-        for array, some in zip(arrays, rows, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class Gemms:
-    """The three GEMMs, for hidden [N, D] and a weight whose axis `vocab_axis` is V.
-
-    Operands are of one dtype, that of `as_gemm_operands`. Sums are f32, rounded once to the dtype
-    of the result.
-    """
-
-    vocab_axis: int
-    # Whether XLA compiles each GEMM, and what else a token's results come from, as if nothing stood
-    # around it, so that a chunk gives the same bits beside others, in a loop, and alone. Not so the
-    # sums of the weight's gradient, which GEMMs may add to where they lie.
-    isolated: bool = False
-
-    def fence(self, arrays: T) -> T:
-        """Returns arrays; where `isolated`, their producers and consumers are not fused.
-
-        XLA takes barriers away after fusion, and after it has chosen how GEMMs are made.
-        """
-        if not (self.isolated and jax.tree.leaves(arrays)):
-            return arrays
-        fenced: T = jax.lax.optimization_barrier(arrays)
-        return fenced
-
-    def logits(self, hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
-        """Returns hidden x weight + bias [N, V] in f32."""
-        z = self.fence(self._dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32))
-        return z if bias is None else z + of_rank(bias.astype(FLOAT32), z)
-
-    def grad_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-        """Returns dhidden [N, D]; dlogits are rounded to the dtype of `weight`."""
-        dlogits = dlogits.astype(weight.dtype)
-        return self.fence(self._dot(dlogits, weight, 1, self.vocab_axis, dtype))
-
-    def grad_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: Any) -> jax.Array:
-        """Returns dweight, of the weight's layout; dlogits are rounded likewise."""
-        dlogits = dlogits.astype(hidden.dtype)
-        if self.vocab_axis == 0:
-            return self._dot(dlogits, hidden, 0, 0, dtype)
-        return self._dot(hidden, dlogits, 0, 0, dtype)
-
-    def add_grad_weight(self, total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Returns `total` + dweight, in f32."""
-
-        def at_once(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-            return total + self.grad_weight(dlogits, hidden, total.dtype)
-
-        def by_columns(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-            def add(first: Any, count: int, total: jax.Array) -> jax.Array:
-                dz = jax.lax.dynamic_slice_in_dim(dlogits, first, count, 1)
-                some = self.slice_columns(total, first, count)
-                return self.put_columns(
-                    total, some + self.grad_weight(dz, hidden, total.dtype), first
-                )
-
-            summed: jax.Array = for_each_chunk(dlogits.shape[1], BLOCK, add, total)
-            return summed
-
-        # XLA on a CPU has no GEMM that adds: it would allocate another whole weight.
-        summed: jax.Array = jax.lax.platform_dependent(
-            total, dlogits, hidden, cpu=by_columns, default=at_once
-        )
-        return summed
-
-    def slice_columns(self, weight: jax.Array, first: Any, count: int) -> jax.Array:
-        """Returns `count` columns of the vocabulary of the weight."""
-        return jax.lax.dynamic_slice_in_dim(weight, first, count, self.vocab_axis)
-
-    def put_columns(self, weight: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
-        """Returns `weight` with columns of the vocabulary from `first` on replaced."""
-        columns = columns.astype(weight.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(weight, columns, first, self.vocab_axis)
-
-    def _dot(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-        # Sums are f32 on every backend, whatever the dtype that they are rounded to.
-        axes = (((a_axis,), (b_axis,)), ((), ()))
-        a, b = self.fence((a, b))
-        return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
 
 
 @dataclass(frozen=True)
@@ -406,7 +255,7 @@ class ColumnChunks:
 
     def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        hidden, weight, _, labels = operands
+        hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
         dtype = operand_dtype(hidden, weight)
 
@@ -416,7 +265,8 @@ class ColumnChunks:
 
             def add_columns(start: Any, width: int, state: Any) -> Any:
                 row_max, total, at_label, plain = state
-                z = self._logits(x, operands, start, width)
+                columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
+                z = self._logits(x, columns, bias, start)
                 new_max = jnp.maximum(row_max, z.max(-1))
                 # A row of -inf so far has no exponent to shift by.
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
@@ -436,7 +286,8 @@ class ColumnChunks:
             # The error of a sum, whichever term is larger.
             is_larger = jnp.abs(row_max) >= jnp.abs(log)
             low = jnp.where(is_larger, (row_max - lse) + log, (log - lse) + row_max)
-            return put_rows(outputs, self._outputs(vocab, y, lse, low, at_label, plain), first)
+            sums = lse, low, at_label, plain
+            return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
 
         outputs = (zeros(labels),) * 4
         found: tuple[jax.Array, ...]
@@ -451,119 +302,102 @@ class ColumnChunks:
         """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
         hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
-        per_token = (labels, *saved, *cotangents)
-        dweight = zeros(weight, dtype=weight.dtype)
-        dbias = None if bias is None else zeros(bias, dtype=bias.dtype)
         dtype = operand_dtype(hidden, weight)
-        masked = masked_tokens(self.options, labels, *cotangents)
+        scalars = gradient_scalars(self.options, vocab, labels, saved, cotangents)
+        per_token = labels, saved[0], *scalars
+        # Whether sums of dhidden fit: each chunk's logits are there for all gradients then.
+        is_one = is_one_chunk(self.tokens, labels.shape[0])
 
-        def add_grad_hidden(total: Any, dz: Any, start: Any, width: int) -> jax.Array:
+        def make_dlogits(first: Any, count: int, start: Any, width: int) -> Any:
+            """Returns dlogits of a tile, its hidden states, and the columns of the weight."""
+            x, *rows = slice_rows(first, count, hidden, *per_token)
+            x = zero_rows(~rows[-1], x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
-            summed: jax.Array = total + self.gemms.grad_hidden(dz, columns, FLOAT32)
-            return summed
+            z = self._logits(x, columns, bias, start)
+            return self._dlogits(z, start, *rows), x, columns
 
-        def dlogits(x: Any, rows: Any, start: Any, width: int) -> jax.Array:
-            y, lse, low, *given = rows
-            z = self._logits(x, operands, start, width)
-            return self._dlogits(vocab, z, y, (lse, low), given, start)
+        def for_weight(start: Any, width: int, carry: Any) -> Any:
+            """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""
 
-        def put_columns(gradients: Any, dweight: Any, dbias: Any, start: Any) -> Any:
-            whole, bias_or_none = gradients
-            if bias_or_none is not None:
-                (bias_or_none,) = put_rows((bias_or_none,), (dbias,), start)
-            return self.gemms.put_columns(whole, dweight, start), bias_or_none
+            def add(first: Any, count: int, carry: Any) -> Any:
+                dhidden, dweight, dbias = carry
+                dz, x, columns = make_dlogits(first, count, start, width)
+                if is_one:
+                    dhidden += self.gemms.grad_hidden(dz, columns, FLOAT32)
+                dweight += self.gemms.grad_weight(dz, x, FLOAT32)
+                return dhidden, dweight, dbias + dz.sum(0, dtype=jnp.float32)
 
-        if is_one_chunk(self.tokens, labels.shape[0]):
-            # Logits of masked tokens matter no more.
-            x = zero_rows(masked, hidden).astype(dtype)
-
-            def at_once(start: Any, width: int, sums: Any) -> Any:
-                total, gradients = sums
-                dz = dlogits(x, per_token, start, width)
-                total = add_grad_hidden(total, dz, start, width)
-                made = self.gemms.grad_weight(dz, x, FLOAT32)
-                return total, put_columns(gradients, made, dz.sum(0, dtype=jnp.float32), start)
-
-            sums = (zeros(hidden), (dweight, dbias))
-            total, (dweight, dbias) = for_each_chunk(vocab, self.columns, at_once, sums)
-            return zero_rows(masked, total).astype(hidden.dtype), dweight, dbias
+            dhidden, dweight, dbias = carry
+            columns = self.gemms.slice_columns(weight, start, width)
+            sums = dhidden, zeros(columns), zeros(columns, (width,))
+            dhidden, some, bias_sums = for_each_chunk(labels.shape[0], self.tokens, add, sums)
+            if dbias is not None:
+                (dbias,) = put_rows((dbias,), (bias_sums,), start)
+            return dhidden, self.gemms.put_columns(dweight, some, start), dbias
 
         def for_hidden(first: Any, count: int, outputs: Any) -> Any:
-            x, is_masked, *rows = slice_rows(first, count, hidden, masked, *per_token)
-            x = x.astype(dtype)
+            def add(start: Any, width: int, total: jax.Array) -> jax.Array:
+                dz, _, columns = make_dlogits(first, count, start, width)
+                return total + self.gemms.grad_hidden(dz, columns, FLOAT32)
 
-            def add(start: Any, width: int, total: Any) -> Any:
-                return add_grad_hidden(total, dlogits(x, rows, start, width), start, width)
+            total = zeros(hidden, (count, hidden.shape[1]))
+            return put_rows(outputs, (for_each_chunk(vocab, self.columns, add, total),), first)
 
-            total = for_each_chunk(vocab, self.columns, add, zeros(x))
-            return put_rows(outputs, (zero_rows(is_masked, total),), first)
+        dhidden = zeros(hidden, dtype=FLOAT32 if is_one else hidden.dtype)
+        if not is_one:
+            (dhidden,) = for_each_chunk(labels.shape[0], self.tokens, for_hidden, (dhidden,))
+        dbias = None if bias is None else zeros(bias, dtype=bias.dtype)
+        carry = dhidden, zeros(weight, dtype=weight.dtype), dbias
+        dhidden, dweight, dbias = for_each_chunk(vocab, self.columns, for_weight, carry)
+        return zero_rows(~scalars[-1], dhidden).astype(hidden.dtype), dweight, dbias
 
-        def for_weight(start: Any, width: int, gradients: Any) -> Any:
-            def add(first: Any, count: int, totals: Any) -> Any:
-                x, is_masked, *rows = slice_rows(first, count, hidden, masked, *per_token)
-                x = zero_rows(is_masked, x).astype(dtype)
-                dz = dlogits(x, rows, start, width)
-                dweight, dbias = totals
-                dweight += self.gemms.grad_weight(dz, x, FLOAT32)
-                return dweight, dbias + dz.sum(0, dtype=jnp.float32)
-
-            columns = self.gemms.slice_columns(weight, start, width)
-            totals = (zeros(columns), zeros(columns, (width,)))
-            made, bias_sums = for_each_chunk(labels.shape[0], self.tokens, add, totals)
-            return put_columns(gradients, made, bias_sums, start)
-
-        outputs = (zeros(hidden, dtype=hidden.dtype),)
-        (dhidden,) = for_each_chunk(labels.shape[0], self.tokens, for_hidden, outputs)
-        dweight, dbias = for_each_chunk(vocab, self.columns, for_weight, (dweight, dbias))
-        return dhidden, dweight, dbias
-
-    def _logits(self, x: jax.Array, operands: Operands, start: Any, width: int) -> jax.Array:
+    def _logits(self, x: jax.Array, columns: jax.Array, bias: Bias, start: Any) -> jax.Array:
         """Returns logits of columns from `start` on, in f32, after softcap and temperature."""
-        _, weight, bias, _ = operands
-        columns = self.gemms.slice_columns(weight, start, width).astype(x.dtype)
+        width = columns.shape[self.gemms.vocab_axis]
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
 
-    def _outputs(
-        self, vocab: int, labels: Any, lse: Any, low: Any, at_label: Any, plain: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Loss, logps, lse and lse_low of whole rows, as the contract has them."""
-        ignored, valid = self._special(vocab, labels)
-        smoothing = self.options.label_smoothing
-        logps = (at_label - lse) - low
-        loss = (1 - smoothing) * -logps + self.options.z_loss * lse**2
-        if smoothing:
-            loss += smoothing * ((lse - plain / vocab) + low)
-        return jnp.where(ignored, 0, loss * valid), jnp.where(ignored, 0, logps * valid), lse, low
-
     def _dlogits(
-        self, vocab: int, z: jax.Array, labels: Any, saved: Any, cotangents: Any, start: Any
+        self,
+        z: jax.Array,
+        start: Any,
+        labels: jax.Array,
+        lse: jax.Array,
+        p_factor: jax.Array,
+        at_label: jax.Array,
+        even: jax.Array,
+        active: jax.Array,
     ) -> jax.Array:
-        """The gradient of a chunk of logits, in f32."""
-        (lse, low), (g, h, k) = saved, cotangents
-        ignored, valid = self._special(vocab, labels)
-        masked = ignored | ((g == 0) & (h == 0) & (k == 0))
-        smoothing = self.options.label_smoothing
-        p_factor = (g * (1 + 2 * self.options.z_loss * lse) - h + k) * valid * jnp.exp(-low)
-        at_label = (h - g * (1 - smoothing)) * valid
+        """Returns the gradient of logits of columns from `start` on, in f32."""
         dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
         dz += jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
-        dz -= (g * smoothing / vocab)[:, None]
+        dz -= even[:, None]
         if self.options.softcap is not None or self.options.temperature != 1:
             dz *= self.options.slope(z)
         # A masked entry has none, and a row that is no row has NaN everywhere.
         dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
-        return jnp.where(masked[:, None], 0, dz)
-
-    def _special(self, vocab: int, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns which tokens are ignored, and 1, or NaN for labels that are out of range."""
-        ignored = is_ignored(self.options, labels)
-        return ignored, jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
+        return jnp.where(active[:, None], dz, 0)
 
 
 def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
     column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
     return column + jnp.asarray(start, labels.dtype) == labels[:, None]
+
+
+def gradient_scalars(
+    options: Options, vocab: int, labels: jax.Array, saved: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns a, b, e, each [N] in f32, of dlogits = a exp(z - lse) + b [v = y] - e.
+
+    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse). The last result is which
+    tokens have a gradient.
+    """
+    lse, low = saved
+    g, h, k = mask_cotangents(options, vocab, labels, *cotangents)
+    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
+    at_label = h - g * (1 - options.label_smoothing)
+    even = g * (options.label_smoothing / vocab)
+    return p_factor, at_label, even, (g != 0) | (h != 0) | (k != 0)
 
 
 def run_two_passes(
@@ -595,27 +429,6 @@ def run_padded(
     return tuple(crop(one) if isinstance(one, tuple) else one[:count] for one in found)
 
 
-def pad_tokens(chunk: int, *arrays: Any) -> list[Any]:
-    """Returns arrays [N, ..], and None, with zeros for tokens that fill the last chunk."""
-
-    def fill(x: jax.Array) -> jax.Array:
-        count = x.shape[0]
-        # As JAX knows a symbolic one for a multiple of the chunk.
-        whole = chunk * ((count + chunk - 1) // chunk)
-        return jnp.pad(x, [(0, whole - count), *[(0, 0)] * (x.ndim - 1)])
-
-    filled: list[Any] = jax.tree.map(fill, list(arrays))
-    return filled
-
-
-def scale_gradients(gradients: Gradients, dloss: jax.Array) -> Gradients:
-    """Returns gradients times the cotangent of their loss, a product in f32; XLA leaves 1 out."""
-    found: Gradients = jax.tree.map(
-        lambda one: (one.astype(jnp.float32) * dloss).astype(one.dtype), gradients
-    )
-    return found
-
-
 def dense_logits(gemms: Gemms, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns all logits [N, V] in f32, and their probe [N], as `reference.with_probe` does.
 
@@ -645,17 +458,11 @@ def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, An
 def _dense_logits_tangent(
     gemms: Gemms, arrays: Any, tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
-    hidden, weight, _ = arrays
-    hidden_tangent, weight_tangent, bias_tangent = tangents
-    terms = []
-    if hidden_tangent is not None:
-        terms.append(gemms.logits(*as_gemm_operands(hidden_tangent, weight), None))
-    if weight_tangent is not None:
-        terms.append(gemms.logits(*as_gemm_operands(hidden, weight_tangent), None))
-    if bias_tangent is not None:
-        terms.append(bias_tangent.astype(jnp.float32)[None])
-    shape = len(hidden), weight.shape[gemms.vocab_axis]
-    total = jnp.broadcast_to(sum(terms[1:], terms[0]), shape)
+    def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
+        return gemms.logits(*as_gemm_operands(hidden, weight), bias)
+
+    total = linear.tangents_of(logits, arrays, tangents)
+    # The probe's own is not read.
     return total, total.sum(-1)
 
 

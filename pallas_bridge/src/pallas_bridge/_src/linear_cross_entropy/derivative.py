@@ -21,30 +21,17 @@ import jax.numpy as jnp
 
 from .. import linear
 from ..bound import Bound
+from ..chunk_loops import for_each_chunk, make_alike, put_rows, slice_rows, zeros
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
 from ..deferred import bind_deferred, make_primitive
+from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, scale_gradients
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options
 from ..losses.reduction import countable, weighted
 from ..losses.vocab_shards import WHOLE, Labels, OverDevices, shard_labels
-from .chunks import (
-    FLOAT32,
-    Bias,
-    Gemms,
-    Gradients,
-    Operands,
-    TokenChunks,
-    as_gemm_operands,
-    dense_logits,
-    for_each_chunk,
-    make_alike,
-    put_rows,
-    scale_gradients,
-    slice_rows,
-    zeros,
-)
+from .chunks import Gradients, Operands, TokenChunks, dense_logits
 from .declaration import OPERATION
 from .plan import Plan
 from .schedule import (
@@ -225,23 +212,17 @@ def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands)
     else:
         *outputs, lse, lse_low = loss.schedule.forward(operands)
     if not loss.exchange.is_whole and loss.options.softcap is None:
-        lse = vocab_shards.mark_empty(lse, lambda: _row_max(loss.gemms, operands))
+        lse = vocab_shards.mark_empty(lse, lambda: _find_row_max(loss, operands))
     return *outputs, lse, lse_low, logits
 
 
-def _row_max(gemms: Gemms, operands: Operands) -> jax.Array:
+def _find_row_max(loss: LinearLoss, operands: Operands) -> jax.Array:
     """Returns the largest logit [N] of each token."""
-    hidden, weight, bias, labels = operands
-    x, w = as_gemm_operands(hidden, weight)
-    chunk = max(ROW_MAX_LOGITS // weight.shape[gemms.vocab_axis], 1)
-
-    def body(first: Any, count: int, found: Any) -> Any:
-        (rows,) = slice_rows(first, count, x)
-        return put_rows(found, [gemms.logits(rows, w, bias).max(-1)], first)
-
-    (found,) = for_each_chunk(len(labels), chunk, body, (zeros(labels),))
-    largest: jax.Array = found
-    return largest
+    chunk = max(ROW_MAX_LOGITS // operands.weight.shape[loss.gemms.vocab_axis], 1)
+    chunks = dataclasses.replace(loss.chunks, tokens=chunk)
+    row_max: jax.Array
+    (row_max,), _ = chunks.map_logits(lambda z: [z.max(-1)], operands)
+    return row_max
 
 
 def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
@@ -372,7 +353,7 @@ def _fused(
         losses, *saved, gradients = linear.whole(OPERATION, run, operands, factors)
         return losses, Saved(*saved), [], gradients
     default = Bound(_fused_outputs, loss)
-    found = bind_deferred(_fused_pass, default, operands, columns, factors, loss=loss)
+    found = bind_deferred(_fused_pass, default, operands, factors, columns, loss=loss)
     losses, lse, lse_low, *others, gradients = found
     entropy = others.pop(0) if loss.distribution else None
     picked = None if columns is None else others.pop(0)
@@ -380,18 +361,12 @@ def _fused(
 
 
 def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:
-    """Returns `TokenChunks.fused` of operands, columns and factors."""
-    by_chunks = Bound(_fused_by_chunks, loss)
+    """Returns `TokenChunks.fused` of operands, factors and columns."""
+    by_chunks = Bound(TokenChunks.fused, loss.chunks)
     if loss.cuda is None or not has_cuda_call(_cuda_call(loss)):
         return by_chunks(*arrays)
     call = Bound(call_if_whole, Bound(_fused_on_cuda, loss, loss.cuda), by_chunks)
     return jax.lax.platform_dependent(*arrays, cuda=call, default=by_chunks)
-
-
-def _fused_by_chunks(
-    loss: LinearLoss, operands: Operands, columns: jax.Array | None, factors: jax.Array
-) -> Any:
-    return loss.chunks.fused(operands, factors, columns)
 
 
 def _cuda_call(loss: LinearLoss) -> str:
@@ -399,7 +374,7 @@ def _cuda_call(loss: LinearLoss) -> str:
 
 
 def _fused_on_cuda(
-    loss: LinearLoss, plan: Plan, operands: Operands, columns: jax.Array | None, factors: jax.Array
+    loss: LinearLoss, plan: Plan, operands: Operands, factors: jax.Array, columns: jax.Array | None
 ) -> Any:
     """Returns what `_fused_outputs` does, by one call of the library's.
 
@@ -449,7 +424,7 @@ def _choose_fused_pass(
     return (ctx, partial(_forward_only, loss)) if max(keep) < count else None
 
 
-def _forward_only(loss: LinearLoss, operands: Operands, columns: Any, _: jax.Array) -> Any:
+def _forward_only(loss: LinearLoss, operands: Operands, _: jax.Array, columns: Any) -> Any:
     """Returns what `_fused_outputs` does, but gradients: what takes these recomputes them."""
     (losses, _, lse, *others), saved = forward(loss, operands, columns, is_differentiated=False)
     return losses, lse, saved.lse_low, *others

@@ -21,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
-from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
+from ..cross_entropy import reference
 from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
+from ..logits_gemms import as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..pallas import Target
-from .chunks import Gradients, Operands, as_gemm_operands, operand_dtype, run_two_passes
+from .chunks import Gradients, Operands, gradient_scalars, run_two_passes
 from .plan import Plan, Problem, plan_kernels, without_kernels
 
 SUBLANES = 8
@@ -566,8 +567,8 @@ def forward(
         {"numbers": result},
         dict.fromkeys(("row_max", "total", "picked", "sums"), state),
     )
-    numbers = found["numbers"][:, : tiles.tokens]
-    return outputs_of(options, tiles.vocab, operands.labels, numbers)
+    numbers = found["numbers"][:4, : tiles.tokens]
+    return reference.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
 
 
 def backward(
@@ -583,14 +584,10 @@ def backward(
     They are zeros where none of `kernels` makes them.
     """
     hidden, weight, bias, labels = operands
-    lse, low = saved
-    g, h, k = cotangents_of(options, weight.shape[kernels[0].vocab_axis], labels, *cotangents)
-    smoothing = options.label_smoothing
-    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
-    even = g * (smoothing / kernels[0].vocab)
-    active = (g != 0) | (h != 0) | (k != 0)
-    rows = [p_factor, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
-    numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
+    scalars = gradient_scalars(options, kernels[0].vocab, labels, saved, cotangents)
+    p_factor, at_label, even, active = scalars
+    rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
+    numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
     for tiles in kernels:
         made |= _make_gradients(target, _Grid(tiles), options, operands, numbers, active)

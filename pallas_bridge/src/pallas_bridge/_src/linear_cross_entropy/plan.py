@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..logits_gemms import BLOCK, operand_dtype
 from ..losses.options import LINE
-from .chunks import BLOCK, operand_dtype
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: the default, and the least that is worth an

@@ -1,11 +1,14 @@
 """What runs each pass of a loss, on each platform.
 
-A `Planner` plans for arrays, and a `Schedule` runs what was planned: chunks of XLA's (`chunks`),
-one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`library_plan`), or kernels
-in Pallas on TPUs (`pallas_tpu`). For which platform and how many devices a program is gets known
-as it is lowered. What is traced is everything, under a condition over the platform, with primitives
-whose lowering chooses: calls and kernels take no array that XLA would have to shard, and there the
-chunks of XLA's stay.
+A `Planner` plans for arrays, and a `Schedule` runs the plan by one of these:
+
+- chunks in XLA (`chunks`), on every platform;
+- one call of the library for all chunks, on CPUs and NVIDIA GPUs (`library_plan`);
+- kernels in Pallas, on TPUs (`pallas_tpu`).
+
+Platform and number of devices of a program are known when the program is lowered. So a pass is
+traced as `jax.lax.platform_dependent` of primitives that choose when they are lowered: a library
+call or a kernel on one device, and chunks in XLA where XLA would shard the arrays.
 """
 
 import dataclasses
@@ -13,16 +16,18 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .. import library, meshes, pallas
 from ..bound import Bound
+from ..chunk_loops import zeros
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
 from ..deferred import bind_deferred, make_primitive
+from ..logits_gemms import Gemms, as_gemm_operands
 from ..losses.options import Options, Tile
 from ..losses.vocab_shards import Loss
 from ..pallas import Target
@@ -30,32 +35,15 @@ from ..partitioning import is_whole
 from ..targets import declared
 from . import library_plan
 from . import plan as plans
-from .chunks import (
-    ColumnChunks,
-    Gemms,
-    Gradients,
-    Operands,
-    TokenChunks,
-    as_gemm_operands,
-    run_padded,
-    run_two_passes,
-    zeros,
-)
+from .chunks import ColumnChunks, Gradients, Operands, TokenChunks, run_padded, run_two_passes
 from .declaration import OPERATION
 from .plan import Plan, Problem
 
 PassName = Literal["forward", "backward", "fused"]
-# The library's calls, by the name of the pass that follows.
+# The library's targets are named TARGET_forward and so on.
 TARGET = "xentile_linear_cross_entropy"
-# What they return of each token, in this order.
+# The outputs of each token that targets return, in this order.
 OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
-
-
-class Partition(Protocol):
-    """Runs schedules where XLA may shard arrays; comparable, and all of it in its text."""
-
-    def __call__(self, name: PassName, whole: "Schedule", *arrays: Any) -> Any:
-        """Returns what the pass `name` of `whole` does, each device its share."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +52,26 @@ class Schedule:
 
     options: Options
     gemms: Gemms
+    # The plan of chunks in XLA.
     plan: Plan
-    # What takes its place on NVIDIA's GPUs and on CPUs, where something does.
+    # The plans of library calls on NVIDIA GPUs and on CPUs; None where there is no such call.
     cuda: Plan | None
     cpu: Plan | None
-    # What runs passes where XLA may shard their arrays.
-    partition: Partition | None = None
-    # Whether the forward pass may leave logits to the backward pass.
+    # Where XLA may shard arrays, partition(name, schedule, *arrays) runs a pass on each device's
+    # shards. It is hashable, and its text names all that it does.
+    partition: Callable[..., Any] | None = None
+    # Whether the forward pass may save logits for the backward pass.
     may_save_logits: bool = True
 
     @property
     def is_fused(self) -> bool:
-        """Whether gradients come with the loss where the reduction is inside."""
+        """Whether the forward pass computes gradients too, where the reduction is inside."""
         plans = (self.plan, self.cuda, self.cpu)
         return any(plan is not None and plan.products < 4 and not plan.hands_over for plan in plans)
 
     @property
     def saves_logits(self) -> bool:
-        """Whether the forward pass leaves logits to the backward pass."""
+        """Whether the forward pass saves logits for the backward pass."""
         has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
@@ -96,7 +86,7 @@ class Schedule:
         return gradients
 
     def forward_saving_logits(self, operands: Operands) -> tuple[Any, ...]:
-        """Returns what `forward` does, and the logits for `backward_with_logits`, or ()."""
+        """Returns what `forward` does, and the saved logits for `backward_with_logits`, or ()."""
         plan = self.cpu
         if plan is None or not self.saves_logits:
             return *self.forward(operands), ()
@@ -107,7 +97,7 @@ class Schedule:
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
     ) -> Gradients:
-        """Returns what `backward` does, of the logits that `forward_saving_logits` gave."""
+        """Returns what `backward` does, from the logits that `forward_saving_logits` saved."""
         if not logits:
             return self.backward(operands, saved, cotangents)
         arrays = operands, saved, cotangents, logits
@@ -116,13 +106,13 @@ class Schedule:
         return gradients
 
     def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
-        """The library's call `name` in programs for CPUs, default(*arrays) in others."""
+        """Returns the library's call `name` in programs for CPUs, default(*arrays) in others."""
         call = self._calls(name, self.options)["cpu"]
         call = Bound(call_if_whole, call, default)
         return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
 
     def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
-        """Returns loss, lse, lse_low and gradients for cotangents of the loss.
+        """Returns loss, lse, lse_low, and gradients for cotangents `factors` of the loss.
 
         `needs_losses` is whether losses of tokens whose factor is 0 are read too.
         """
@@ -131,7 +121,7 @@ class Schedule:
         return self.run("fused", options, operands, factors)
 
     def fused_adding(self, operands: Operands, factors: jax.Array, sums: jax.Array) -> Any:
-        """Returns what `fused` does, with dweight added to sums in f32."""
+        """Returns what `fused` does, with dweight added to `sums`, in f32."""
         plan, default = self.cuda, Bound(_fused_adding, self)
         if plan is None or plan.products >= 4 or not has_cuda_call("add"):
             return default(operands, factors, sums)
@@ -140,7 +130,7 @@ class Schedule:
         return jax.lax.platform_dependent(operands, factors, sums, cuda=call, default=default)
 
     def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
-        """Returns what the pass `name` does of operands, and what else it takes."""
+        """Returns the pass `name` of its arrays, operands first."""
         if self.partition is not None:
             whole = dataclasses.replace(self, options=options, partition=None)
             return self.partition(name, whole, *arrays)
@@ -157,7 +147,7 @@ class Schedule:
             by_tokens = Bound(run_padded, name, by_tokens, plan.tokens)
             by_columns = Bound(run_padded, name, by_columns, other.tokens)
         default = by_tokens if plan.schedule == "tokens" else by_columns
-        kernels = Kernels(name, options, gemms.vocab_axis, plan.max_scratch_bytes)
+        find = Bound(_find_kernels, name, options, gemms.vocab_axis, plan.max_scratch_bytes)
         calls = {
             platform: Bound(call_if_whole, call, default)
             for platform, call in self._calls(name, options).items()
@@ -165,12 +155,12 @@ class Schedule:
         if options.implementation == "pallas" and pallas.interpret_params is not None:
             # The interpreter calls back in order, which a lowering cannot add to a program.
             target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
-            return kernels.run(target, (True, True), *arrays)
+            return find(target, (True, True), arrays[0])(*arrays)
         if options.implementation == "custom_call":
             return jax.lax.platform_dependent(*arrays, **calls, default=default)
         is_unknown = meshes.is_without_devices(*jax.tree.leaves(arrays))
         primitive = _kernels_for_any if is_unknown else _kernels
-        on_tpu = partial(bind_deferred, primitive, by_columns, kernels=kernels)
+        on_tpu = partial(bind_deferred, primitive, by_columns, name=name, find=find)
         return jax.lax.platform_dependent(*arrays, tpu=on_tpu, **calls, default=default)
 
     def _calls(self, name: str, options: Options) -> dict[str, Any]:
@@ -358,36 +348,25 @@ def call_library(
     return gradients if is_backward else (*outputs, gradients)
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """A pass by kernels in Pallas."""
+def _find_kernels(
+    name: PassName,
+    options: Options,
+    vocab_axis: int,
+    max_scratch_bytes: int,
+    target: Target,
+    wanted: tuple[bool, bool],
+    operands: Any,
+) -> Callable[..., Any] | None:
+    """Returns a pass by kernels in Pallas on `target`; None where these do not fit.
 
-    name: PassName
-    options: Options
-    vocab_axis: int
-    # What may be held in HBM.
-    max_scratch_bytes: int
+    `wanted` is which gradients it makes, of hidden and of the others; it returns zeros for others.
+    """
+    from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    def find(self, target: Target, wanted: tuple[bool, bool], operands: Any) -> Any:
-        """Returns `pallas_tpu.choose_kernels` for gradients `wanted`: of hidden, of the others."""
-        from . import pallas_tpu  # late: it takes as long to import as all the rest
-
-        return pallas_tpu.choose_kernels(
-            target,
-            operands,
-            self.vocab_axis,
-            self.max_scratch_bytes,
-            named=self.options.tile,
-            wanted=wanted,
-        )
-
-    def run(self, target: Target, wanted: tuple[bool, bool], *arrays: Any) -> Any:
-        """Returns what the pass gives on `target`, zeros in the place of gradients not `wanted`."""
-        from . import pallas_tpu
-
-        found = self.find(target, wanted, arrays[0])
-        assert found is not None
-        return pallas_tpu.run_pass(self.name, target, found, self.options, *arrays)
+    found = pallas_tpu.choose_kernels(
+        target, operands, vocab_axis, max_scratch_bytes, named=options.tile, wanted=wanted
+    )
+    return None if found is None else partial(pallas_tpu.run_pass, name, target, found, options)
 
 
 def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
@@ -399,7 +378,9 @@ def _choose_call(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
     return (ctx, call) if is_whole(ctx.module_context) else None
 
 
-def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int], **_: Any) -> Any:
+def _choose_kernels(
+    ctx: Any, *, name: PassName, find: Any, tree: Any, keep: Sequence[int], **_: Any
+) -> Any:
     # Pallas would have a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     if not is_whole(module):
@@ -409,15 +390,13 @@ def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int
     except NotImplementedError:
         return None
     # Where gradients begin among the results: of hidden, of the weight, of the bias.
-    first = {"forward": 4, "backward": 0, "fused": 3}[kernels.name]
+    first = {"forward": 4, "backward": 0, "fused": 3}[name]
     wanted = first in keep, any(index > first for index in keep)
-    if kernels.name == "forward" or not any(wanted):
+    if name == "forward" or not any(wanted):
         wanted = True, True
     operands, *_ = jax.tree.unflatten(tree, ctx.avals_in)
-    if kernels.find(target, wanted, operands) is None:
-        return None
-    ctx = ctx.replace(module_context=module, platforms=None)
-    return ctx, partial(kernels.run, target, wanted)
+    run = find(target, wanted, operands)
+    return None if run is None else (ctx.replace(module_context=module, platforms=None), run)
 
 
 _library_call = make_primitive(OPERATION, "linear_cross_entropy_call", _choose_call)

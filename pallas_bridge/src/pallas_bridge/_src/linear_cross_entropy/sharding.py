@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec
 from .. import auto_partitioning, gathering, meshes
 from ..bound import Bound
 from ..compat import shards_by_shardy
+from ..logits_gemms import Bias
 from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
-from .chunks import Bias, Gradients, Operands
+from .chunks import Gradients, Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
 from .schedule import PassName, Planner, Schedule
