@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from .. import linear
 from ..bound import Bound
-from ..chunk_loops import for_each_chunk, make_alike, put_rows, slice_rows, zeros
+from ..chunk_loops import make_alike
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
 from ..deferred import bind_deferred, make_primitive
@@ -402,15 +402,13 @@ def gather_column_logits(
     x, w = as_gemm_operands(hidden, weight)
     here, at = aux_outputs.find_columns(columns, 0, len(w))
 
-    def body(first: Any, count: int, z: jax.Array) -> jax.Array:
-        x_rows, at_rows = slice_rows(first, count, x, at)
-        found = (x_rows[:, None].astype(FLOAT32) * w[at_rows].astype(FLOAT32)).sum(-1)
-        (z,) = put_rows((z,), (found,), first)
+    def one_token(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_row, at_row = row
+        z: jax.Array = (x_row[None].astype(FLOAT32) * w[at_row].astype(FLOAT32)).sum(-1)
         return z
 
     chunk = GATHERED_BYTES // (columns.shape[-1] * w.shape[1] * w.dtype.itemsize)
-    chunk = min(max(chunk, 1), max(len(x), 1))
-    z = for_each_chunk(len(x), chunk, body, zeros(columns))
+    z = jax.lax.map(one_token, (x, at), batch_size=max(min(chunk, len(x)), 1))
     z = options.mapped(z if bias is None else z + bias.astype(FLOAT32)[at])
     return jnp.where(here, z, jnp.nan)
 

@@ -432,64 +432,46 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
                 refs["dbias"][...] = jnp.sum(bias_sums[...].T, axis=0, keepdims=True)
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """The block of each operand that a step works on."""
+def _block_specs(tiles: Tiles) -> dict[str, Any]:
+    """Returns which block of each operand and result a step works on, by their names."""
 
-    tiles: Tiles
-
-    @property
-    def by_columns(self) -> bool:
-        """Whether the vocabulary is the outer axis."""
-        return self.tiles.makes_weight
-
-    @property
-    def extents(self) -> tuple[int, int]:
-        blocks, steps = self.tiles.blocks, self.tiles.steps
-        return (steps, blocks) if self.by_columns else (blocks, steps)
-
-    def spec(self, shape: tuple[int, int], index: Callable[[Any, Any], Any]) -> Any:
-        """`index` is a function of the block of tokens and of the vocabulary."""
-        if self.by_columns:
+    def spec(shape: tuple[int, int], index: Callable[[Any, Any], Any]) -> Any:
+        """Returns a spec; `index` is a function of the block of tokens and of the vocabulary."""
+        if tiles.makes_weight:  # the vocabulary is the outer axis
             return pl.BlockSpec(shape, lambda step, block: index(block, step))
         return pl.BlockSpec(shape, index)
 
-    def hidden(self) -> Any:
-        return self.spec((self.tiles.rows, self.tiles.hidden), lambda block, step: (block, 0))
+    def tokens(count: int) -> Any:
+        return spec((count, tiles.rows), lambda block, step: (0, block))
 
-    def weight(self) -> Any:
-        if self.tiles.vocab_axis:
-            return self.spec((self.tiles.hidden, self.tiles.columns), lambda block, step: (0, step))
-        return self.spec((self.tiles.columns, self.tiles.hidden), lambda block, step: (step, 0))
-
-    def tokens(self, count: int) -> Any:
-        return self.spec((count, self.tiles.rows), lambda block, step: (0, block))
-
-    def columns(self) -> Any:
-        return self.spec((1, self.tiles.columns), lambda block, step: (0, step))
-
-    def last_hidden(self) -> Any:
-        """Blocks of dhidden, which the last block of the vocabulary writes."""
-        if not self.by_columns:
-            return self.hidden()
-        last = self.tiles.steps - 1
-
-        def index(block: Any, step: Any) -> Any:
-            return jnp.where(step == last, block, 0), 0
-
-        return self.spec((self.tiles.rows, self.tiles.hidden), index)
+    rows, last = (tiles.rows, tiles.hidden), tiles.steps - 1
+    hidden = dhidden = spec(rows, lambda block, step: (block, 0))
+    if tiles.makes_weight:
+        # The last block of the vocabulary writes blocks of dhidden.
+        dhidden = spec(rows, lambda block, step: (jnp.where(step == last, block, 0), 0))
+    weight = spec((tiles.columns, tiles.hidden), lambda block, step: (step, 0))
+    if tiles.vocab_axis:
+        weight = spec((tiles.hidden, tiles.columns), lambda block, step: (0, step))
+    columns = spec((1, tiles.columns), lambda block, step: (0, step))
+    return {
+        **{"hidden": hidden, "weight": weight, "bias": columns},
+        **{"dhidden": dhidden, "dweight": weight, "dbias": columns},
+        **{"labels": tokens(1), "numbers": tokens(NUMBERS)},
+        "nan_blocks": pl.BlockSpec(memory_space=pltpu.SMEM),
+        "spilled": pl.BlockSpec(memory_space=pl.ANY),
+    }
 
 
 def _call(
     target: Target,
+    tiles: Tiles,
     kernel: Callable[[Refs], None],
-    grid: _Grid,
-    operands: Mapping[str, tuple[Any, Any]],
-    results: Mapping[str, tuple[Any, Any]],
+    operands: Mapping[str, jax.Array],
+    results: Mapping[str, Any],
     scratch: dict[str, Any],
 ) -> dict[str, jax.Array]:
-    """Runs a kernel on operands and results with their specs; returns the results by name."""
-    tiles = grid.tiles
+    """Runs a kernel on operands; returns the results by name, whose shapes are `results`."""
+    specs, grid = _block_specs(tiles), (tiles.blocks, tiles.steps)
     size = tiles.tokens * tiles.hidden * tiles.vocab
     weight = tiles.hidden * tiles.vocab * int(np.dtype(tiles.dtype).itemsize)
     if tiles.vocab_axis:
@@ -497,10 +479,10 @@ def _call(
     names = [*operands, *results, *scratch]
     found = pl.pallas_call(
         lambda *refs: kernel(dict(zip(names, refs, strict=True))),
-        grid=grid.extents,
-        in_specs=[spec for _, spec in operands.values()],
-        out_specs=[spec for _, spec in results.values()],
-        out_shape=[shape for shape, _ in results.values()],
+        grid=grid[::-1] if tiles.makes_weight else grid,
+        in_specs=[specs[name] for name in operands],
+        out_specs=[specs[name] for name in results],
+        out_shape=[*results.values()],
         scratch_shapes=[*scratch.values()],
         # Sums go on from step to step: in order, and on one core.
         compiler_params=pltpu.CompilerParams(
@@ -513,7 +495,7 @@ def _call(
         ),
         interpret=target.interpret,
         name=tiles.name,
-    )(*(array for array, _ in operands.values()))
+    )(*operands.values())
     return dict(zip(results, found, strict=True))
 
 
@@ -523,24 +505,16 @@ def _padded(tiles: Tiles, rows: jax.Array, fill: Any) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
 
 
-def _operands(
-    grid: _Grid, operands: Operands, more: Mapping[str, tuple[Any, Any]] | None = None
-) -> dict[str, tuple[Any, Any]]:
-    """Returns the operands of both kernels, with their specs, and `more`."""
-    (hidden, weight, bias, labels), tiles = operands, grid.tiles
+def _prepare_operands(tiles: Tiles, operands: Operands, **more: jax.Array) -> dict[str, jax.Array]:
+    """Returns the operands of both kernels by name, and `more`."""
+    hidden, weight, bias, labels = operands
     x, w = as_gemm_operands(hidden, weight)
     in_range = (labels >= 0) & (labels < tiles.vocab)
     column = jnp.where(in_range, labels, -1).astype(jnp.int32)[None]
-    found = {
-        "hidden": (x, grid.hidden()),
-        "weight": (w, grid.weight()),
-        "labels": (_padded(tiles, column, -1), grid.tokens(1)),
-        **(more or {}),
-    }
+    found = {"hidden": x, "weight": w, "labels": _padded(tiles, column, -1), **more}
     if bias is not None:
         missing = tiles.steps * tiles.columns - tiles.vocab
-        row = jnp.pad(bias.astype(jnp.float32)[None], ((0, 0), (0, missing)))
-        found["bias"] = row, grid.columns()
+        found["bias"] = jnp.pad(bias.astype(jnp.float32)[None], ((0, 0), (0, missing)))
     return found
 
 
@@ -555,16 +529,14 @@ def forward(
     target: Target, tiles: Tiles, options: Options, operands: Operands
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
-    grid = _Grid(tiles)
     shape = NUMBERS, tiles.blocks * tiles.rows
-    result = varying_like(operands.hidden, shape, jnp.float32), grid.tokens(NUMBERS)
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
     found = _call(
         target,
+        tiles,
         partial(_forward_kernel, tiles=tiles, options=options),
-        grid,
-        _operands(grid, operands),
-        {"numbers": result},
+        _prepare_operands(tiles, operands),
+        {"numbers": varying_like(operands.hidden, shape, jnp.float32)},
         dict.fromkeys(("row_max", "total", "picked", "sums"), state),
     )
     numbers = found["numbers"][:4, : tiles.tokens]
@@ -590,7 +562,7 @@ def backward(
     numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
     for tiles in kernels:
-        made |= _make_gradients(target, _Grid(tiles), options, operands, numbers, active)
+        made |= _make_gradients(target, tiles, options, operands, numbers, active)
     dbias = None
     if bias is not None:
         row = made.get("dbias")
@@ -605,39 +577,37 @@ def backward(
 
 def _make_gradients(
     target: Target,
-    grid: _Grid,
+    tiles: Tiles,
     options: Options,
     operands: Operands,
     numbers: jax.Array,
     active: jax.Array,
 ) -> dict[str, jax.Array]:
     """Returns the gradients of one kernel by name, of `numbers` [NUMBERS, N] of all tokens."""
-    (hidden, weight, bias, _), tiles = operands, grid.tiles
-    more = {"numbers": (_padded(tiles, numbers, 0), grid.tokens(NUMBERS))}
-    results: dict[str, tuple[Any, Any]] = {}
+    hidden, weight, bias, _ = operands
+    more = {"numbers": _padded(tiles, numbers, 0)}
+    results: dict[str, Any] = {}
     scratch: dict[str, Any] = {"gradient": pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)}
 
-    def add(name: str, like: Any, spec: Any, *sums: int) -> None:
+    def add(name: str, shape: tuple[int, ...], dtype: Any, *sums: int) -> None:
         """Adds a gradient, and sums in VMEM of such a shape."""
-        results[f"d{name}"] = varying_like(hidden, like.shape, like.dtype), spec
+        results[f"d{name}"] = varying_like(hidden, shape, dtype)
         scratch[f"{name}_sums"] = pltpu.VMEM(sums, jnp.float32)
 
     if tiles.makes_hidden:
-        add("hidden", hidden, grid.last_hidden(), tiles.sums, tiles.rows, tiles.hidden)
+        add("hidden", hidden.shape, hidden.dtype, tiles.sums, tiles.rows, tiles.hidden)
     if tiles.makes_weight:
-        x, _ = as_gemm_operands(hidden, weight)
-        bad_blocks = _find_nan_blocks(tiles, x, active)
-        more["nan_blocks"] = bad_blocks, pl.BlockSpec(memory_space=pltpu.SMEM)
-        add("weight", weight, grid.weight(), tiles.columns, tiles.hidden)
+        more["nan_blocks"] = _find_nan_blocks(tiles, as_gemm_operands(hidden, weight)[0], active)
+        add("weight", weight.shape, weight.dtype, tiles.columns, tiles.hidden)
     if tiles.makes_weight and bias is not None:
-        row = jax.ShapeDtypeStruct((1, tiles.steps * tiles.columns), jnp.float32)
-        add("bias", row, grid.columns(), tiles.columns, LANES)
+        add("bias", (1, tiles.steps * tiles.columns), jnp.float32, tiles.columns, LANES)
     if tiles.spills:
-        shape = varying_like(hidden, (tiles.blocks, tiles.rows, tiles.hidden), jnp.float32)
-        results["spilled"] = shape, pl.BlockSpec(memory_space=pl.ANY)
+        shape = tiles.blocks, tiles.rows, tiles.hidden
+        results["spilled"] = varying_like(hidden, shape, jnp.float32)
         scratch |= dict.fromkeys(("arrived", "sent"), pltpu.SemaphoreType.DMA((SLOTS,)))
     kernel = partial(_backward_kernel, tiles=tiles, options=options)
-    return _call(target, kernel, grid, _operands(grid, operands, more), results, scratch)
+    given = _prepare_operands(tiles, operands, **more)
+    return _call(target, tiles, kernel, given, results, scratch)
 
 
 def choose_kernels(
