@@ -427,16 +427,10 @@ def explain(
         return cpu
     if platform in ("cpu", "cuda"):
         return plan
-    target = _tpu(platform)
+    tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
+    if platform not in tpus:
+        names = ", ".join(map(repr, ("cpu", "cuda", *tpus)))
+        raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    return pallas_tpu.plan(target, plan, (hidden, weight, bias), axis, tile)
-
-
-def _tpu(platform: str) -> pallas.Target:
-    """Returns the TPU of a platform."""
-    targets = {"tpu": pallas.ANY, **pallas.TARGETS}
-    if platform not in targets:
-        names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
-        raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
-    return targets[platform]
+    return pallas_tpu.plan(tpus[platform], plan, (hidden, weight, bias), axis, tile)

@@ -154,14 +154,6 @@ def _alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
     return [local._replace(labels=operands.labels), *per_token]
 
 
-def dense_outputs(
-    loss: LinearLoss, operands: Operands, columns: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Returns loss, logps, lse, entropy and the columns' logits by the dense program."""
-    z, probe = dense_logits(loss.gemms, operands)
-    return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _per_token(
     loss: LinearLoss, operands: Operands, columns: jax.Array | None
@@ -226,12 +218,13 @@ def _find_row_max(loss: LinearLoss, operands: Operands) -> jax.Array:
 
 
 def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
+    """Returns tangents of loss, logps, lse, entropy and the columns' logits, by dense logits."""
     operands, columns, _ = residuals
 
-    def dense(*arrays: Any) -> Any:
-        hidden, weight, bias = arrays
+    def dense(hidden: Any, weight: Any, bias: Any) -> Any:
         given = Operands(hidden, weight, bias, operands.labels)
-        return dense_outputs(loss, given, columns)
+        z, probe = dense_logits(loss.gemms, given)
+        return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
 
     return linear.tangents_of(dense, operands[:3], tangents)
 
@@ -303,18 +296,14 @@ def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, An
 
 def _reduced_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
     gradients, losses, others, recompute = residuals
-    *moving, _ = tangents
-    if not loss.exchange.is_whole:
-        operands, columns, factors, _ = recompute
-
-        def dense(hidden: Any, weight: Any, bias: Any, factors: Any) -> Any:
-            given = Operands(hidden, weight, bias, operands.labels)
-            losses, _, *others = dense_outputs(loss, given, columns)
-            return weighted(losses, factors).sum(), *others
-
-        return linear.tangents_of(dense, (*operands[:3], factors), tangents)
-    loss_tangent = linear.along((*gradients, losses), tangents)
-    if recompute is None or all(one is None for one in moving):
+    *moving, factors_tangent = tangents
+    has_moving = any(one is not None for one in moving)
+    terms = [] if factors_tangent is None else [linear.along([losses], [factors_tangent])]
+    if has_moving:
+        # Shards have gradients of their own columns, and shares of dhidden.
+        terms += loss.exchange.sum(linear.along(gradients, moving))
+    loss_tangent = sum(terms[1:], terms[0])
+    if recompute is None or not has_moving:
         return loss_tangent, *map(jnp.zeros_like, others)
     operands, columns, _, saved = recompute
     _, _, *found = _per_token_tangents(loss, (operands, columns, saved), moving)

@@ -66,7 +66,7 @@ class OverDevices:
 
     def sum(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Returns the sums over shards."""
-        sums: Sequence[jax.Array] = jax.lax.psum(arrays, self.axes)
+        sums: Sequence[jax.Array] = jax.lax.psum(arrays, self.axes) if self.axes else arrays
         return sums
 
     def cotangent(self, x: jax.Array) -> jax.Array:
