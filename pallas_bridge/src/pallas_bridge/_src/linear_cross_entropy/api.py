@@ -429,8 +429,8 @@ def explain(
         return plan
     tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
     if platform not in tpus:
-        names = ", ".join(map(repr, ("cpu", "cuda", *tpus)))
-        raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
+        known = ", ".join(map(repr, ("cpu", "cuda", *tpus)))
+        raise ValueError(f"platform is {platform!r}; it must be one of {known}, or None")
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
     return pallas_tpu.plan(tpus[platform], plan, (hidden, weight, bias), axis, tile)

@@ -84,10 +84,10 @@ class TokenChunks:
         *per_token: jax.Array,
         masked: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        """Returns function(logits, *rows of `per_token`) of all chunks, arrays [N, ..], and ().
+        """Returns the outputs of all chunks, a tree of arrays [N, ..], and gradients or ().
 
-        With `masked` [N], `function` returns dlogits after these, and gradients take the place of
-        (). Tokens that are masked have gradients of 0.
+        function(logits, *rows of `per_token`) returns a chunk's outputs; with `masked` [N] a pair
+        of outputs and dlogits, of which gradients are made, 0 for masked tokens.
         """
         hidden, weight, bias, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))

@@ -28,7 +28,7 @@ from ..logits_gemms import as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..pallas import Target
 from .chunks import Gradients, Operands, gradient_scalars, run_two_passes
-from .plan import Plan, Problem, plan_kernels, without_kernels
+from .plan import Plan, Problem, token_bytes, without_kernels
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -664,8 +664,11 @@ def plan(
     moved = {tiles.name: tiles.bytes_moved for tiles in (forward, *kernels)}
     gemms = sum(tiles.gemms for tiles in (forward, *kernels))
     tiles, *_ = kernels
-    tile = tiles.rows, tiles.columns
-    return plan_kernels(problem, usual, tile, gemms, tiles.spilled_bytes, moved)
+    # Scalars of a token, in rows of as many as a register has, operands and results.
+    scratch = 2 * token_bytes(problem) + tiles.spilled_bytes + problem.narrowed_bytes
+    return Plan(
+        "kernels", tiles.rows, tiles.columns, gemms, scratch, limit, moved=tuple(moved.items())
+    )
 
 
 def run_pass(

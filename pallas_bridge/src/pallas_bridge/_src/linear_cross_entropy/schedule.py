@@ -35,7 +35,7 @@ from ..partitioning import is_whole
 from ..targets import declared
 from . import library_plan
 from . import plan as plans
-from .chunks import ColumnChunks, Gradients, Operands, TokenChunks, run_padded, run_two_passes
+from .chunks import ColumnChunks, Operands, TokenChunks, run_padded, run_two_passes
 from .declaration import OPERATION
 from .plan import Plan, Problem
 
@@ -75,35 +75,30 @@ class Schedule:
         has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
-    def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
+    def forward(self, operands: Operands) -> Any:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        outputs: tuple[jax.Array, ...] = self.run("forward", self.options, operands)
-        return outputs
+        return self.run("forward", self.options, operands)
 
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
+    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Any:
         """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        gradients: Gradients = self.run("backward", self.options, operands, saved, cotangents)
-        return gradients
+        return self.run("backward", self.options, operands, saved, cotangents)
 
-    def forward_saving_logits(self, operands: Operands) -> tuple[Any, ...]:
+    def forward_saving_logits(self, operands: Operands) -> Any:
         """Returns what `forward` does, and the saved logits for `backward_with_logits`, or ()."""
         plan = self.cpu
         if plan is None or not self.saves_logits:
             return *self.forward(operands), ()
         default = Bound(_forward_saving_nothing, self, plan)
-        outputs: tuple[Any, ...] = self._call_on_cpu("keep", default, operands)
-        return outputs
+        return self._call_on_cpu("keep", default, operands)
 
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
-    ) -> Gradients:
+    ) -> Any:
         """Returns what `backward` does, from the logits that `forward_saving_logits` saved."""
         if not logits:
             return self.backward(operands, saved, cotangents)
-        arrays = operands, saved, cotangents, logits
         default = Bound(_backward_with_nothing, self)
-        gradients: Gradients = self._call_on_cpu("resume", default, *arrays)
-        return gradients
+        return self._call_on_cpu("resume", default, operands, saved, cotangents, logits)
 
     def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
         """Returns the library's call `name` in programs for CPUs, default(*arrays) in others."""
@@ -182,7 +177,7 @@ def _forward_saving_nothing(schedule: Schedule, plan: Plan, operands: Operands) 
     return *schedule.forward(operands), logits
 
 
-def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Gradients:
+def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
     return schedule.backward(*arrays[:-1])
 
 
@@ -273,8 +268,15 @@ class Planner:
     def output_chunk_tokens(self, operands: Operands) -> int:
         """Returns the tokens of a chunk whose logits have auxiliary outputs."""
         plan, _, _ = self.plans(operands, reduced=False)
-        tokens, vocab = operands.labels.shape[0], operands.weight.shape[self.gemms.vocab_axis]
-        return plans.output_chunk_tokens(plan, tokens, vocab)
+        if plan.batch_invariant:
+            return plan.tokens
+        chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
+        if plan.schedule != "tokens":
+            # The budget is too small for sums of dweight, which are made nevertheless.
+            logit_bytes = 12 if plan.any_count else 8
+            row_bytes = logit_bytes * operands.weight.shape[self.gemms.vocab_axis]
+            chunk = max(plan.max_scratch_bytes // row_bytes, 1)
+        return min(chunk, plan.tokens if plan.any_count else max(operands.labels.shape[0], 1))
 
 
 def _has_call(platform: str, name: str) -> bool:

@@ -22,7 +22,7 @@ from ..logits_gemms import Bias
 from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
-from .chunks import Gradients, Operands
+from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
 from .schedule import PassName, Planner, Schedule
@@ -233,14 +233,13 @@ class _Pass:
             if V in uneven:
                 vocab = weight.shape[self.schedule.gemms.vocab_axis]
                 gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
-            device = _Device(self.schedule, self.planner, names, mesh_axes[V])
             given = [
                 auto_partitioning.without_padding(one, token_shardings, self.tokens)
                 if self._has_tokens(axes)
                 else one
                 for one, axes in zip(arrays, self.operands, strict=True)
             ]
-            return self._run_flat(getattr(device, self.name), *given)
+            return self._run_flat(partial(self._run_on_device, names, mesh_axes[V]), *given)
 
         return run_own
 
@@ -260,65 +259,38 @@ class _Pass:
             for one, axes in zip(found, self.results, strict=True)
         ]
 
-
-@dataclass(frozen=True)
-class _Device:
-    """The passes of one device."""
-
-    # For arrays that are whole.
-    schedule: Schedule
-    planner: Planner
-    # The mesh axes that shard tokens and the vocabulary.
-    tokens: Names
-    columns: Names
-
-    def _plan(self, operands: Operands, *, reduced: bool) -> LinearLoss:
-        """Returns how the loss of what the device has is computed."""
+    def _run_on_device(
+        self, tokens: Names, columns: Names, operands: Operands, *more: Any
+    ) -> tuple[Any, ...]:
+        """Returns the pass of a device's arrays; mesh axes shard `tokens` and `columns`."""
         options, gemms = self.schedule.options, self.schedule.gemms
         # A cotangent is the whole's on every device.
-        exchange = OverDevices(self.columns, is_checked=True)
-        reduced = reduced and exchange.is_whole
-        own = shard_options(options, exchange)
-        schedule = self.planner.schedule(own, operands, reduced=reduced)
-        is_fused = reduced and schedule.is_fused
-        return LinearLoss(options, gemms, schedule, exchange, is_fused=is_fused)
-
-    def forward(self, operands: Operands) -> Sequence[jax.Array]:
-        """Returns loss, logps, lse and lse_low."""
-        loss = self._plan(operands, reduced=False)
-        outputs, saved = derivative.forward(loss, operands, None, is_differentiated=False)
-        return *outputs, saved.lse_low
-
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
-        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        loss = self._plan(operands, reduced=False)
-        # As padding: a shard all of whose columns have a bias of -inf.
-        is_empty = jnp.zeros(operands.labels.shape, bool)
-        if operands.bias is not None and self.schedule.options.softcap is None:
-            is_empty |= operands.bias.max() == -jnp.inf
-        lse, lse_low = saved
-        residuals = operands, None, Saved(lse, lse_low, is_empty=is_empty)
-        return self._sum_gradients(derivative.vjp(loss, residuals, cotangents))
-
-    def fused(self, operands: Operands, factors: jax.Array) -> Any:
-        """Returns loss, lse, lse_low and gradients for cotangents of the loss."""
-        loss = self._plan(operands, reduced=True)
-        assert loss.schedule is not None
-        if loss.is_fused:
-            *outputs, gradients = loss.schedule.fused(operands, factors, needs_losses=False)
-            return *outputs, self._sum_gradients(gradients)
-        (losses, *_), saved = derivative.forward(loss, operands, None, is_differentiated=True)
-        gradients = derivative.vjp(loss, (operands, None, saved), (factors, None, None))
-        return losses, saved.lse, saved.lse_low, self._sum_gradients(gradients)
-
-    def _sum_gradients(self, gradients: Gradients) -> Gradients:
-        """Returns gradients with what other devices have of them."""
-        dhidden, dweight, dbias = gradients
-        return (
-            _sum(self.columns, dhidden),
-            _sum(self.tokens, dweight),
-            None if dbias is None else _sum(self.tokens, dbias),
-        )
+        exchange = OverDevices(columns, is_checked=True)
+        reduced = self.name == "fused" and exchange.is_whole
+        own = self.planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
+        loss = LinearLoss(options, gemms, own, exchange)
+        forward = partial(derivative.forward, loss, operands, None)
+        outputs: Sequence[Any] = ()
+        if self.name == "forward":
+            outputs, saved = forward(is_differentiated=False)
+            return *outputs, saved.lse_low
+        if self.name == "backward":
+            (lse, lse_low), cotangents = more
+            # As padding: a shard all of whose columns have a bias of -inf.
+            is_empty = jnp.zeros(operands.labels.shape, bool)
+            if operands.bias is not None and options.softcap is None:
+                is_empty |= operands.bias.max() == -jnp.inf
+            saved = Saved(lse, lse_low, is_empty)
+            gradients = derivative.vjp(loss, (operands, None, saved), cotangents)
+        elif reduced and own.is_fused:
+            *outputs, gradients = own.fused(operands, *more, needs_losses=False)
+        else:
+            (losses, *_), saved = forward(is_differentiated=True)
+            outputs = losses, saved.lse, saved.lse_low
+            gradients = derivative.vjp(loss, (operands, None, saved), (*more, None, None))
+        dhidden, *others = gradients
+        others = jax.tree.map(partial(_sum, tokens), others)
+        return *outputs, _sum(columns, dhidden), *others
 
 
 def _sum(axes: Names, x: jax.Array) -> jax.Array:
