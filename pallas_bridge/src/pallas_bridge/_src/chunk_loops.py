@@ -50,9 +50,14 @@ def for_each_chunk(total: Any, chunk: int, body: Callable[[Any, int, Any], Any],
     return body(whole * chunk, rest, carry) if rest else carry
 
 
-def slice_rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns `count` rows of each array."""
-    return [jax.lax.dynamic_slice_in_dim(array, first, count) for array in arrays]
+def slice_rows(first: Any, count: int, *arrays: Any) -> tuple[Any, ...]:
+    """Returns `count` rows of each array, of trees of arrays, too."""
+
+    def slice_one(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, count)
+
+    rows: tuple[Any, ...] = jax.tree.map(slice_one, arrays)
+    return rows
 
 
 def put_rows(arrays: Any, rows: Any, first: Any) -> Any:

@@ -81,13 +81,14 @@ class TokenChunks:
         self,
         function: Callable[..., Any],
         operands: Operands,
-        *per_token: jax.Array,
+        *per_token: Any,
         masked: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        """Returns the outputs of all chunks, a tree of arrays [N, ..], and gradients or ().
+        """Returns the outputs of all chunks, a tree of arrays [N, ..], and gradients or None.
 
-        function(logits, *rows of `per_token`) returns a chunk's outputs; with `masked` [N] a pair
-        of outputs and dlogits, of which gradients are made, 0 for masked tokens.
+        function(logits, *rows of `per_token`, which are such trees) returns a chunk's outputs; with
+        `masked` [N] a pair of outputs and dlogits, of which gradients are made, 0 for masked
+        tokens.
         """
         hidden, weight, bias, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))
@@ -113,13 +114,17 @@ class TokenChunks:
             lambda: run_chunk(0, total if is_one else self.tokens)[0], return_shape=True
         )()
         results = [zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals]
-        sums = None
+        sums: Any = None
         if masked is not None and not is_one:
             # dhidden, and sums in f32 of dweight and dbias.
-            sums = zeros(hidden, dtype=hidden.dtype), *map(zeros, _without_none(weight, bias))
-        carry = for_each_chunk(total, self.tokens, body, (tuple(results), sums))
-        found = jax.tree.unflatten(jax.tree.structure(shapes), carry[0])
-        return found, () if masked is None else _round_gradients(carry[1], operands)
+            sums = zeros(hidden, dtype=hidden.dtype), *jax.tree.map(zeros, (weight, bias))
+        results, sums = for_each_chunk(total, self.tokens, body, (tuple(results), sums))
+        gradients = None
+        if sums is not None:
+            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, operands[:3])
+        elif masked is not None:  # no tokens
+            gradients = jax.tree.map(jnp.zeros_like, operands[:3])
+        return jax.tree.unflatten(jax.tree.structure(shapes), results), gradients
 
     def _add(
         self,
@@ -132,16 +137,16 @@ class TokenChunks:
         first: Any,
     ) -> Any:
         """Returns sums with a chunk's gradients; `w` is the weight as a GEMM takes it."""
-        bias_sums = [] if operands.bias is None else [dlogits.sum(0, dtype=jnp.float32)]
+        dbias = None if operands.bias is None else dlogits.sum(0, dtype=jnp.float32)
         chunk = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, x.dtype))
         x = zero_rows(masked, x).astype(w.dtype)
         if sums is None:  # one chunk: nothing to add to, and one rounding
             dweight = self.gemms.grad_weight(dlogits, x, operands.weight.dtype)
-            return chunk, dweight, *bias_sums
-        dhidden, dweight, *dbias = sums
+            return chunk, dweight, dbias
+        dhidden, dweight, bias_sums = sums
         (dhidden,) = put_rows((dhidden,), (chunk,), first)
         dweight = self.gemms.add_grad_weight(dweight, dlogits, x)
-        return dhidden, dweight, *(a + b for a, b in zip(dbias, bias_sums, strict=True))
+        return dhidden, dweight, None if dbias is None else bias_sums + dbias
 
     def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
         """Returns loss, logps, lse and lse_low, each [N] in f32, of a whole vocabulary."""
@@ -153,9 +158,8 @@ class TokenChunks:
     def read_shard(self, operands: Operands, columns: jax.Array | None) -> ShardOutputs:
         """Returns `kernels.read_shard` of all tokens."""
         run_chunk = partial(kernels.read_shard, self.loss)
-        per_token = _without_none(operands.labels, columns)
         shard: ShardOutputs
-        shard, _ = self.map_logits(run_chunk, operands, *per_token)
+        shard, _ = self.map_logits(run_chunk, operands, operands.labels, columns)
         return shard
 
     def fused(
@@ -170,16 +174,16 @@ class TokenChunks:
         options = loss.options
         every_token = options.every_token or columns is not None
 
-        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, *c: jax.Array) -> Any:
+        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, c: jax.Array | None) -> Any:
             if not loss.exchange.is_whole:
                 # Cotangents of a shard's outputs take what devices exchange.
                 (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
                 dlogits = kernels.backward_tokens(loss, z, y, None, saved, (g, None, None))
                 return (losses, *saved[:3]), dlogits
-            picked = [aux_outputs.pick(options, z, one) for one in c]
-            if picked:
+            picked = []
+            if c is not None:
                 # Read before dlogits take the place of logits.
-                z, picked = jax.lax.optimization_barrier((z, picked))
+                z, *picked = jax.lax.optimization_barrier((z, aux_outputs.pick(options, z, c)))
             if not loss.distribution:
                 *found, dlogits = kernels.fused(options, every_token, z, y, g)
                 return (*found, *picked), dlogits
@@ -188,7 +192,7 @@ class TokenChunks:
 
         labels = operands.labels
         masked = masked_tokens(options, labels, factors)
-        per_token = _without_none(labels, factors, columns)
+        per_token = labels, factors, columns
         found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
 
@@ -208,14 +212,14 @@ class TokenChunks:
             for one in cotangents
             if one is not None
         ]
-        flat, tree = jax.tree.flatten((operands.labels, columns, saved, cotangents))
 
-        def run_chunk(z: jax.Array, *rows: jax.Array) -> Any:
-            return (), kernels.backward_tokens(loss, z, *jax.tree.unflatten(tree, rows))
+        def run_chunk(*rows: Any) -> Any:
+            return (), kernels.backward_tokens(loss, *rows)
 
+        per_token = operands.labels, columns, saved, cotangents
         masked = masked_tokens(loss.options, operands.labels, *given)
         gradients: Gradients
-        _, gradients = self.map_logits(run_chunk, operands, *flat, masked=masked)
+        _, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return gradients
 
 
@@ -223,21 +227,6 @@ def write_in_place(loss: Loss) -> Loss:
     """Returns a loss by which dlogits take the place of logits, which nothing else reads."""
     options = dataclasses.replace(loss.options, donate_logits=True)
     return dataclasses.replace(loss, options=options)
-
-
-def _without_none(*arrays: Any) -> list[Any]:
-    return [x for x in arrays if x is not None]
-
-
-def _round_gradients(sums: Any, operands: Operands) -> Gradients:
-    """Returns gradients of sums, in the dtypes of their operands."""
-    hidden, weight, bias, _ = operands
-    if sums is None:  # no tokens
-        nothing: Gradients = jax.tree.map(jnp.zeros_like, (hidden, weight, bias))
-        return nothing
-    dhidden, dweight, *dbias = sums
-    dbias_or_none = None if bias is None else dbias[0].astype(bias.dtype)
-    return dhidden, dweight.astype(weight.dtype), dbias_or_none
 
 
 @dataclass(frozen=True)

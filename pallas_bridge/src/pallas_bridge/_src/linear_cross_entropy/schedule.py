@@ -279,22 +279,21 @@ class Planner:
         return min(chunk, plan.tokens if plan.any_count else max(operands.labels.shape[0], 1))
 
 
-def _has_call(platform: str, name: str) -> bool:
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    targets = outcome[1].targets
-    return any((row.target, row.platform) == (f"{TARGET}_{name}", platform) for row in targets)
-
-
 def has_cpu_calls() -> bool:
     """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return _has_call("Host", "resume")
+    return _has_call("cpu", "resume")
 
 
 def has_cuda_call(name: str = "fused") -> bool:
     """Whether the library is there and has the call; where not, lowering the others says why."""
-    return _has_call("CUDA", name)
+    return _has_call("cuda", name)
+
+
+def _has_call(platform: str, name: str) -> bool:
+    outcome = library.attempt()
+    if isinstance(outcome, library.LibraryError):
+        return False
+    return platform in outcome[1].platforms_of(f"{TARGET}_{name}")
 
 
 def call_cpu(name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any) -> Any:
