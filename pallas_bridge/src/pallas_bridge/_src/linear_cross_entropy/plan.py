@@ -161,14 +161,13 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         fitting = plan(problem, limit)
         if fitting is not None:
             return fitting
-    least = _least_scratch(problem)
-    raise _too_small(limit, f"the least for {problem.tokens} tokens", problem, least)
+    raise _refuse_budget(limit, problem.tokens, problem, _least_scratch(problem))
 
 
-def _too_small(limit: int, of: str, problem: Problem, least: int) -> ValueError:
+def _refuse_budget(limit: int, tokens: Any, problem: Problem, least: int) -> ValueError:
     return ValueError(
-        f"max_scratch_bytes is {limit}; {of}, {problem.hidden} hidden columns and a vocabulary of "
-        f"{problem.vocab} is {least}"
+        f"max_scratch_bytes is {limit}; the least for {tokens} tokens, {problem.hidden} hidden "
+        f"columns and a vocabulary of {problem.vocab} is {least}"
     )
 
 
@@ -219,7 +218,7 @@ def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     fitting = _plan_symbolic_tiles(problem, limit)
     if fitting.scratch_bytes <= limit:
         return fitting
-    raise _too_small(limit, "the least for any number of tokens", problem, fitting.scratch_bytes)
+    raise _refuse_budget(limit, "any number of", problem, fitting.scratch_bytes)
 
 
 def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) -> int:
