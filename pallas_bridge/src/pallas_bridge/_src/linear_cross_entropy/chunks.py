@@ -1,14 +1,14 @@
-"""Passes over chunks of logits, as programs of XLA's.
+"""Passes over chunks of logits, as programs of XLA.
 
-`TokenChunks` takes all columns of a chunk of tokens through the kernels of cross-entropy: the
-gradient of a chunk's logits takes their place, and two more GEMMs take it from there to hidden and
-weight (the chunks are those of Liger, Hsu et al., 2024). `ColumnChunks` takes chunks of the
-vocabulary, for budgets below what sums of dweight take: the forward pass keeps lse alone (Dao et
-al., 2022, for the running maximum), and the backward pass recomputes each chunk's logits and is
-done with its part of dweight (the order is that of Wijmans et al., 2024).
+`TokenChunks` takes all columns of a chunk of tokens through the kernels of cross-entropy. dlogits
+overwrite the logits, and two GEMMs make dhidden and dweight of them (the chunks are those of Liger,
+Hsu et al., 2024). `ColumnChunks` takes chunks of the vocabulary, for budgets below the bytes of
+dweight's sums: the forward pass saves lse (online softmax, as of Dao et al., 2022), and the
+backward pass recomputes the logits of each chunk and finishes its columns of dweight (the order of
+Wijmans et al., 2024).
 
-Logits and their gradient are f32, the latter rounded once to be an operand, and gradients of the
-weight are summed in f32.
+Logits and dlogits are f32. dlogits are rounded once, to be an operand of a GEMM, and gradients of
+the weight are summed in f32.
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
-"""The two derivative rules: of outputs per token, and of a reduced loss with auxiliary outputs.
+"""The two derivative rules: per token, and of a reduced loss with auxiliary outputs.
 
-Both take operands that are whole, and those of a vocabulary shard, which a device has. Of a shard,
-devices exchange a few numbers a token, of which the whole vocabulary's outputs are made
-(`vocab_shards` has the formulas). Auxiliary outputs (entropy, top-1 match, log-probabilities of
-given columns) are made of logits that a chunk of tokens has at a time.
+Operands hold the whole vocabulary or one vocabulary shard. A whole vocabulary is its only shard:
+there is one path, in which shards exchange a few scalars a token (`vocab_shards` has the formulas)
+and the only shard exchanges nothing. Auxiliary outputs are entropy, top-1 match and
+log-probabilities of given columns, computed from the logits of one chunk of tokens at a time.
 
-Per token, the backward pass recomputes logits, but for those that the forward pass saved. Where the
-reduction is inside, the forward pass makes gradients too. With auxiliary outputs it does so if
-nothing but the loss is differentiated, which is known once a program's dead code is gone.
+Per token, the backward pass recomputes logits, except those that the forward pass saved. With a
+reduction, the forward pass computes gradients too. With auxiliary outputs it does so if only the
+loss is differentiated, which is known when dead code has been removed from the program.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ ROW_MAX_LOGITS = 1 << 20
 class LinearLoss:
     """How a loss is computed: everything but the arrays."""
 
-    # Of the whole vocabulary; those of `schedule` are a shard's.
+    # Options of the whole vocabulary; `schedule` has those of a shard.
     options: Options
     gemms: Gemms
     # None for the dense program of XLA, and with auxiliary outputs.
@@ -71,7 +71,7 @@ class LinearLoss:
 
     @property
     def chunks(self) -> TokenChunks:
-        """The chunks of passes whose logits no schedule computes, for cotangents of the whole."""
+        """The chunks of passes that no schedule runs."""
         loss = dataclasses.replace(self.logits_loss, exchange=self.checked)
         return TokenChunks(loss, self.gemms, self.chunk_tokens)
 
@@ -82,7 +82,7 @@ class LinearLoss:
 
     @property
     def checked(self) -> OverDevices:
-        """The exchange for cotangents that `exchange.cotangent` has summed."""
+        """The exchange for cotangents that are already summed over devices."""
         return dataclasses.replace(self.exchange, is_checked=True)
 
     def has_outputs(self, columns: jax.Array | None) -> bool:
@@ -113,8 +113,7 @@ class Saved(NamedTuple):
 def per_token(loss: LinearLoss, requested: Request, operands: Operands) -> TokenOutputs:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
 
-    `weight` and `bias` are a device's where its loss has an `exchange`; labels and columns are
-    those of the whole vocabulary.
+    `weight` and `bias` are those of a shard; labels and columns are those of the whole vocabulary.
     """
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
@@ -142,10 +141,10 @@ def reduced(
 
 
 def _alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
-    """Returns arrays that vary alike within `shard_map`.
+    """Returns arrays that vary over the same mesh axes within `shard_map`.
 
-    Of a shard, labels and other arrays of tokens stay as they are: what they are exchanged for is
-    the same on all devices.
+    Labels and other arrays of tokens stay as they are if there are shards: the exchanged outputs
+    are the same on all devices.
     """
     if loss.exchange.is_whole:
         arrays = make_alike(*operands, *per_token)
@@ -251,13 +250,10 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
         assert loss.schedule is not None
         given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
         local, labels = loss.local(operands)
-        given = [
-            *vocab_shards.shard_cotangents(
-                loss.options, loss.checked, labels, saved.lse, saved.is_empty, given
-            )
-        ]
-        # Loops want what they carry to vary as what they make does.
-        flat, tree = jax.tree.flatten((local, saved[:2], tuple(given), saved.logits))
+        shard = labels, saved.lse, saved.is_empty, given
+        given_shard = vocab_shards.shard_cotangents(loss.options, loss.checked, *shard)
+        # A loop's carry must vary over the same mesh axes before and after a step.
+        flat, tree = jax.tree.flatten((local, saved[:2], given_shard, saved.logits))
         run = loss.schedule.backward_with_logits
         arrays = jax.tree.unflatten(tree, make_alike(*flat))
     gradients: Gradients = linear.whole(OPERATION, run, *arrays)

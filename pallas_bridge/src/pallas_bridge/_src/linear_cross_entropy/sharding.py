@@ -1,9 +1,9 @@
-"""How operands are sharded over devices, and what each device computes of its own.
+"""How operands are sharded over devices, and what each device computes.
 
-A `Layout` is of arrays whose sharding is known as a program is traced. Where XLA's partitioner
-shards arrays as it compiles, a `Partitioned` schedule has each device run what fits it: its tokens
-against its vocabulary shard. Where both are sharded over one axis of a mesh, tokens stay and the
-matrix is gathered.
+A `Layout` describes arrays whose sharding is known when a program is traced. Where XLA's
+partitioner shards arrays while it compiles, a `Partitioned` schedule has each device run a plan for
+its own tokens and its vocabulary shard. Where one mesh axis shards both tokens and vocabulary,
+tokens stay sharded and the weight is gathered.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ V, D = "V", "D"
 
 @dataclass(frozen=True)
 class Layout:
-    """How hidden states and the matrix lie on a mesh, or on devices that are there already."""
+    """How hidden states and weight are sharded, over a mesh or within `shard_map`."""
 
     # The mesh axes that the vocabulary stays sharded over.
     names: Names
@@ -171,7 +171,7 @@ def _spec(shardings: Sequence[Names]) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """Runs passes of arrays that XLA may shard; its text says all that devices compute."""
+    """Runs passes of arrays that XLA may shard; its text names all that devices compute."""
 
     planner: Planner
 
