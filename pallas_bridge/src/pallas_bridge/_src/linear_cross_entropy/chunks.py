@@ -37,7 +37,7 @@ from ..cross_entropy.reference import mask_cotangents, outputs_of_sums
 from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options, is_ignored
-from ..losses.vocab_shards import Loss, ShardOutputs
+from ..losses.vocab_shards import Loss, ShardOutputs, two_sum
 
 Gradients = tuple[jax.Array, jax.Array, Bias]
 
@@ -268,13 +268,9 @@ class ColumnChunks:
             row_max, total, at_label, plain = for_each_chunk(
                 vocab, self.columns, add_columns, state
             )
-            log = jnp.log(total)
-            lse = row_max + log
+            lse, low = two_sum(row_max, jnp.log(total))
             # A row of -inf alone is no row, and neither is one with +inf.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
-            # The error of a sum, whichever term is larger.
-            is_larger = jnp.abs(row_max) >= jnp.abs(log)
-            low = jnp.where(is_larger, (row_max - lse) + log, (log - lse) + row_max)
             sums = lse, low, at_label, plain
             return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
 

@@ -274,7 +274,7 @@ def merge_losses(
         sums.append(jnp.where(is_infinite, jnp.inf, loss - less))
     total, at_label, *mean = exchange.sum(*sums)
     more = jnp.log(total)
-    lse, lse_low = _two_sum(highest, more)
+    lse, lse_low = two_sum(highest, more)
     logps = at_label - more
     loss = (1 - options.label_smoothing) * -logps
     if options.z_loss:
@@ -363,7 +363,7 @@ def set_special(labels: Labels, *scalars: jax.Array) -> list[jax.Array]:
     return [jnp.where(labels.ignored, 0, x * valid) for x in scalars]
 
 
-def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns a + b and its rounding error (Knuth, 1969); 0 for what is not finite."""
     total = a + b
     back = total - a
