@@ -37,7 +37,7 @@ from .plan import Plan
 from .schedule import (
     Schedule,
     call_cuda,
-    call_if_whole,
+    call_on,
     has_cuda_call,
 )
 
@@ -350,8 +350,7 @@ def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:
     by_chunks = Bound(TokenChunks.fused, loss.chunks)
     if loss.cuda is None or not has_cuda_call(_cuda_call(loss)):
         return by_chunks(*arrays)
-    call = Bound(call_if_whole, Bound(_fused_on_cuda, loss, loss.cuda), by_chunks)
-    return jax.lax.platform_dependent(*arrays, cuda=call, default=by_chunks)
+    return call_on("cuda", Bound(_fused_on_cuda, loss, loss.cuda), by_chunks, *arrays)
 
 
 def _cuda_call(loss: LinearLoss) -> str:

@@ -88,8 +88,8 @@ class Schedule:
         plan = self.cpu
         if plan is None or not self.saves_logits:
             return *self.forward(operands), ()
-        default = Bound(_forward_saving_nothing, self, plan)
-        return self._call_on_cpu("keep", default, operands)
+        call = Bound(call_cpu, "keep", self.options, self.gemms.vocab_axis, plan)
+        return call_on("cpu", call, Bound(_forward_saving_nothing, self, plan), operands)
 
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
@@ -97,14 +97,9 @@ class Schedule:
         """Returns what `backward` does, from the logits that `forward_saving_logits` saved."""
         if not logits:
             return self.backward(operands, saved, cotangents)
-        default = Bound(_backward_with_nothing, self)
-        return self._call_on_cpu("resume", default, operands, saved, cotangents, logits)
-
-    def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
-        """Returns the library's call `name` in programs for CPUs, default(*arrays) in others."""
-        call = self._calls(name, self.options)["cpu"]
-        call = Bound(call_if_whole, call, default)
-        return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
+        call = Bound(call_cpu, "resume", self.options, self.gemms.vocab_axis, self.cpu)
+        arrays = operands, saved, cotangents, logits
+        return call_on("cpu", call, Bound(_backward_with_nothing, self), *arrays)
 
     def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
         """Returns loss, lse, lse_low, and gradients for cotangents `factors` of the loss.
@@ -121,8 +116,7 @@ class Schedule:
         if plan is None or plan.products >= 4 or not has_cuda_call("add"):
             return default(operands, factors, sums)
         call = Bound(call_cuda, "add", self.options, self.gemms.vocab_axis, plan)
-        call = Bound(call_if_whole, call, default)
-        return jax.lax.platform_dependent(operands, factors, sums, cuda=call, default=default)
+        return call_on("cuda", call, default, operands, factors, sums)
 
     def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
         """Returns the pass `name` of its arrays, operands first."""
@@ -373,6 +367,14 @@ def _find_kernels(
 def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
     """Returns call(*arrays), or default(*arrays) where XLA shards the program over a mesh."""
     return bind_deferred(_library_call, default, *arrays, call=call)
+
+
+def call_on(
+    platform: str, call: Callable[..., Any], default: Callable[..., Any], *arrays: Any
+) -> Any:
+    """Returns call(*arrays) on one device of a `platform`, and default(*arrays) elsewhere."""
+    calls = {platform: Bound(call_if_whole, call, default)}
+    return jax.lax.platform_dependent(*arrays, **calls, default=default)
 
 
 def _choose_call(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
