@@ -93,7 +93,6 @@ class TokenChunks:
         hidden, weight, bias, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))
         total = labels.shape[0]
-        is_one = is_one_chunk(self.tokens, total)
 
         def run_chunk(first: Any, count: int) -> Any:
             x, *rows = self.gemms.fence(slice_rows(first, count, hidden, *per_token))
@@ -101,30 +100,36 @@ class TokenChunks:
             found, dlogits = (found, None) if masked is None else found
             return self.gemms.fence(found), dlogits, x
 
-        def body(first: Any, count: int, carry: Any) -> Any:
-            results, sums = carry
+        def add(first: Any, count: int, sums: Any) -> Any:
+            """Returns a chunk's outputs, and sums with its gradients."""
             found, dlogits, x = run_chunk(first, count)
             if masked is not None:
                 (is_masked,) = slice_rows(first, count, masked)
                 sums = self._add(operands, w, sums, dlogits, x, is_masked, first)
+            return found, sums
+
+        def body(first: Any, count: int, carry: Any) -> Any:
+            results, sums = carry
+            found, sums = add(first, count, sums)
             return put_rows(results, jax.tree.leaves(found), first), sums
 
-        # Arrays for what a chunk gives, which vary over devices as that does.
-        traced, shapes = jax.make_jaxpr(
-            lambda: run_chunk(0, total if is_one else self.tokens)[0], return_shape=True
-        )()
-        results = [zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals]
         sums: Any = None
-        if masked is not None and not is_one:
-            # dhidden, and sums in f32 of dweight and dbias.
-            sums = zeros(hidden, dtype=hidden.dtype), *jax.tree.map(zeros, (weight, bias))
-        results, sums = for_each_chunk(total, self.tokens, body, (tuple(results), sums))
-        gradients = None
+        if is_one_chunk(self.tokens, total) and total > 0:
+            results, sums = add(0, total, None)
+        else:
+            # Arrays for what chunks give, which vary over devices as that does.
+            traced, shapes = jax.make_jaxpr(
+                lambda: run_chunk(0, 0 if total == 0 else self.tokens)[0], return_shape=True
+            )()
+            flat = tuple(zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals)
+            if masked is not None:
+                # dhidden, and sums in f32 of dweight and dbias.
+                sums = zeros(hidden, dtype=hidden.dtype), *jax.tree.map(zeros, (weight, bias))
+            flat, sums = for_each_chunk(total, self.tokens, body, (flat, sums))
+            results = jax.tree.unflatten(jax.tree.structure(shapes), flat)
         if sums is not None:
-            gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, operands[:3])
-        elif masked is not None:  # no tokens
-            gradients = jax.tree.map(jnp.zeros_like, operands[:3])
-        return jax.tree.unflatten(jax.tree.structure(shapes), results), gradients
+            sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, operands[:3])
+        return results, sums
 
     def _add(
         self,
