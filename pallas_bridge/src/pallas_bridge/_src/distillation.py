@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .checks import as_array, check_dtype, check_float32
+from .checks import as_array, check_dtype, check_float32, promoted
+from .chunk_loops import for_each_chunk, pad_tokens, put_rows, slice_rows, zeros
 from .keywords import hinted
+from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
 
 OPERATION = "linear_kl_divergence"
 # Bytes of a chunk's logits of both models, in float32.
@@ -139,8 +141,7 @@ def _forward(fixed: tuple[float, int], *operands: jax.Array) -> Any:
 
 
 def _backward(_: tuple[float, int], gradients: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    scaled = [(one.astype(jnp.float32) * cotangent).astype(one.dtype) for one in gradients]
-    return (*scaled, None, None)
+    return (*scale_gradients(gradients, cotangent), None, None)
 
 
 _loss.defvjp(_forward, _backward)
@@ -152,43 +153,38 @@ def _run(
     """Returns the loss, and the gradients of hidden [N, D], weight [V, D] and factors [N]."""
     temperature, count = fixed
     hidden, weight, factors, teacher_hidden, teacher_weight = operands
-    tokens = hidden.shape[0]
-    chunks = max(-(-tokens // count), 1)
-    count = -(-tokens // chunks)
+    tokens, gemms = hidden.shape[0], Gemms(vocab_axis=0)
+    # Chunks of one size, as even as they can be.
+    count = max(-(-tokens // max(-(-tokens // count), 1)), 1)
+    rows, row_factors, teacher_rows = pad_tokens(count, hidden, factors, teacher_hidden)
+    _, head = promoted(hidden, weight)
+    _, teacher_head = promoted(teacher_hidden, teacher_weight)
 
-    def in_chunks(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, chunks * count - tokens)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(chunks, count, *x.shape[1:])
+    def log_softmax(x: jax.Array, head: jax.Array) -> jax.Array:
+        logits = gemms.logits(x.astype(head.dtype), head, None)
+        return jax.nn.log_softmax(logits / temperature, axis=-1)
 
-    def log_softmax(rows: jax.Array, head: jax.Array) -> jax.Array:
-        logits = jnp.matmul(rows, head.T, preferred_element_type=jnp.float32) / temperature
-        return jax.nn.log_softmax(logits, axis=-1)
-
-    def step(dweight: Any, chunk: Any) -> Any:
-        rows, factor, teacher_rows = chunk
-        student = log_softmax(rows, weight)
-        teacher = log_softmax(teacher_rows, teacher_weight)
+    def body(first: Any, count: int, carry: Any) -> Any:
+        outputs, dweight = carry
+        x, factor, teacher_x = slice_rows(first, count, rows, row_factors, teacher_rows)
+        student, teacher = log_softmax(x, head), log_softmax(teacher_x, teacher_head)
         p = jnp.exp(teacher)
         # 0 * (-inf - z) = 0: a token that the teacher excludes.
-        losses = jnp.where(p == 0, 0, p * (teacher - student)).sum(-1)
-        if not has_gradients:
-            return dweight, (losses, (losses,))
-        is_counted = (factor != 0)[:, None]
-        dlogits = (jnp.exp(student) - p) * (factor / temperature)[:, None]
-        dlogits = jnp.where(is_counted, dlogits, 0).astype(hidden.dtype)
-        drows = jnp.matmul(dlogits, weight, preferred_element_type=jnp.float32)
-        dweight += jnp.matmul(
-            dlogits.T, jnp.where(is_counted, rows, 0), preferred_element_type=jnp.float32
-        )
-        return dweight, (losses, (drows.astype(hidden.dtype),))
+        found = [jnp.where(p == 0, 0, p * (teacher - student)).sum(-1)]
+        if has_gradients:
+            masked = factor == 0
+            dlogits = (jnp.exp(student) - p) * (factor / temperature)[:, None]
+            dlogits = zero_rows(masked, dlogits).astype(hidden.dtype)
+            found.append(gemms.grad_hidden(dlogits, head, FLOAT32))
+            dweight = gemms.add_grad_weight(dweight, dlogits, zero_rows(masked, x))
+        return put_rows(outputs, found, first), dweight
 
-    sums = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
-    sums, (losses, more) = jax.lax.scan(
-        step, sums, (in_chunks(hidden), in_chunks(factors), in_chunks(teacher_hidden))
-    )
-    losses = losses.reshape(-1)[:tokens]
+    outputs = (zeros(row_factors), *([zeros(rows, dtype=rows.dtype)] if has_gradients else []))
+    sums = zeros(weight) if has_gradients else None
+    carry = for_each_chunk(rows.shape[0], count, body, (outputs, sums))
+    (losses, *drows), sums = carry
+    losses = losses[:tokens]
     loss = jnp.where(factors == 0, 0, losses * factors).sum()
-    if not has_gradients:
+    if sums is None:
         return loss, ()
-    drows = more[0].reshape(-1, hidden.shape[-1])[:tokens]
-    return loss, (drows, sums.astype(weight.dtype), losses)
+    return loss, (drows[0][:tokens], sums.astype(weight.dtype), losses)

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -128,12 +128,16 @@ def hinted(function: Function) -> Function:
 
 
 def hinted_with(*others: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Returns `hinted` of a function whose `**keywords` are the keyword arguments of `others`."""
+    """Returns `hinted` of a function whose `**keywords` are the keyword arguments of `others`.
+
+    `help` and `inspect.signature` show these in the place of `**keywords`.
+    """
 
     def decorate(function: Function) -> Function:
         ours = [*_positional(function), *_keyword_only(function)]
         ours += [name for other in others for name in _keyword_only(other) if name not in ours]
         known = frozenset(ours)
+        signature = _with_keywords_of(inspect.signature(function), others)
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -145,9 +149,24 @@ def hinted_with(*others: Callable[..., Any]) -> Callable[[Function], Function]:
                 )
             return function(*arguments, **keywords)
 
+        vars(call)["__signature__"] = signature
         return cast("Function", call)
 
     return decorate
+
+
+def _with_keywords_of(
+    signature: inspect.Signature, others: Sequence[Callable[..., Any]]
+) -> inspect.Signature:
+    """Returns a signature with the keyword arguments of `others` in the place of `**keywords`."""
+    ours = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    more = {
+        name: one
+        for other in others
+        for name, one in inspect.signature(other).parameters.items()
+        if one.kind is one.KEYWORD_ONLY and name not in signature.parameters
+    }
+    return signature.replace(parameters=[*ours, *more.values()])
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:

@@ -20,7 +20,6 @@ from ..custom_call import Call, WithoutGradient, bind
 from ..losses import aux_outputs, vocab_shards
 from ..losses.options import Options
 from ..losses.vocab_shards import (
-    Labels,
     Loss,
     OverAxis,
     OverDevices,
@@ -204,12 +203,16 @@ def distribution_fused(
 
 
 def read_shard(
-    loss: Loss, logits: jax.Array, labels: jax.Array, columns: jax.Array | None, first: Any = 0
+    loss: Loss, logits: jax.Array, labels: jax.Array, columns: jax.Array | None = None
 ) -> ShardOutputs:
-    """Returns the outputs of a shard, of its labels and of columns, its own from `first` on."""
-    options, is_whole = loss.options, loss.exchange.is_whole
+    """Returns the outputs of a shard's logits, for labels and columns of the whole vocabulary."""
+    options, exchange, width = loss.options, loss.exchange, logits.shape[-1]
+    is_whole = exchange.is_whole
+    if not is_whole:
+        labels = shard_labels(options, exchange, labels, width).given
+    columns, first = shard_columns(exchange, width, columns)
     name = "distribution" if loss.distribution else "forward"
-    call = make_call(name, shard_options(options, loss.exchange), options.every_token)
+    call = make_call(name, shard_options(options, exchange), options.every_token)
     keep = [0, 1, 2, 3]
     if loss.distribution:
         # What is not requested the call need not write. Only shards compare highest logits.
@@ -223,7 +226,8 @@ def read_shard(
     if loss.distribution:
         entropy = results[4] if options.entropy else jnp.zeros_like(lse)
         argmax = results[6] if options.correct else jnp.full(lse.shape, -1, jnp.int32)
-        found = found._replace(entropy=entropy, highest=results.get(5, lse), argmax=argmax)
+        highest = None if is_whole else results.get(5, lse)
+        found = found._replace(entropy=entropy, highest=highest, argmax=argmax)
     if columns is not None:
         found = found._replace(picked=aux_outputs.pick(options, logits, columns, first))
     return found
@@ -233,18 +237,17 @@ def merge_shards(
     loss: Loss,
     width: int,
     labels: jax.Array,
-    own: Labels | None,
     columns: jax.Array | None,
     shard: ShardOutputs,
 ) -> Any:
     """Returns loss, logps, lse, entropy, the columns' logits and correct, of those requested.
 
-    `labels` are those of the whole vocabulary, `own` those of a shard if it is one. After the
-    outputs what the backward pass takes: lse, lse_low, in which shards a token has no logits (None
-    of a whole vocabulary), entropy, and the columns' logits in the shard.
+    `shard` is what `read_shard` returned for logits of `width` columns. After the outputs what the
+    backward pass takes: lse, lse_low, in which shards a token has no logits (None of a whole
+    vocabulary), entropy, and the columns' logits in the shard.
     """
     options, exchange = loss.options, loss.exchange
-    whole = vocab_shards.merge(options, exchange, width, own, columns, shard)
+    whole = vocab_shards.merge(options, exchange, width, labels, columns, shard)
     outputs = [*whole[:3], whole.entropy, whole.picked]
     if whole.argmax is not None:
         outputs.append(aux_outputs.is_correct(options, labels, whole.argmax))
@@ -260,13 +263,8 @@ def forward_tokens(
 
     Logits are [.., V], or [.., shards, V / shards] along an axis.
     """
-    exchange, width = loss.exchange, logits.shape[-1]
-    own, given = None, labels
-    if not exchange.is_whole:
-        own = shard_labels(loss.options, exchange, labels, width)
-        given = own.given
-    shard = read_shard(loss, logits, given, *shard_columns(exchange, width, columns))
-    return merge_shards(loss, width, labels, own, columns, shard)
+    shard = read_shard(loss, logits, labels, columns)
+    return merge_shards(loss, logits.shape[-1], labels, columns, shard)
 
 
 def backward_tokens(
@@ -333,9 +331,8 @@ def run_shard(
         return (backward_tokens(loss, logits, labels, None, saved, cotangents),)
     options = dataclasses.replace(options, every_token=bool(every_token))
     loss = dataclasses.replace(loss, options=options)
-    own = shard_labels(options, exchange, labels, width)
-    shard = read_shard(loss, logits, own.given, None)
-    whole = vocab_shards.merge(options, exchange, width, own, None, shard)
+    shard = read_shard(loss, logits, labels)
+    whole = vocab_shards.merge(options, exchange, width, labels, None, shard)
     results = [one for one in whole if one is not None]
     if not scalars:
         return results

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..custom_call import Call
-from ..losses.options import Options, is_ignored
+from ..losses.options import Options
 from ..pallas import Target
-from . import tpu_kernel
+from . import reference, tpu_kernel
 from .declaration import OPERATION
 from .tpu_kernel import Formula
 from .tpu_plan import LANES, NUMBERS, plan_tiles, sublanes
@@ -156,49 +156,9 @@ def _sweep(
     return dlogits, results[0].swapaxes(0, 1).reshape(NUMBERS, -1)[:, : plan.tokens]
 
 
-def _out_of_range(options: Options, vocab: int, labels: jax.Array) -> jax.Array:
-    in_range = (labels >= 0) & (labels < vocab)
-    return ~in_range & ~is_ignored(options, labels)
-
-
-def outputs_of(
-    options: Options, vocab: int, labels: jax.Array, found: jax.Array, idle: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps, lse and lse_low, of the results of a reduction; 0 for `idle` tokens.
-
-    `idle` None stands for ignored tokens.
-    """
-    lse, low, at_label, total = found[:4]
-    logps = (at_label - lse) - low
-    e = options.label_smoothing
-    loss = (1 - e) * -logps + options.z_loss * lse**2
-    if e:
-        loss += e * ((lse - total / vocab) + low)
-    bad, ignored = _out_of_range(options, vocab, labels), is_ignored(options, labels)
-
-    def masked(values: jax.Array) -> jax.Array:
-        return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
-
-    def requested(values: jax.Array) -> jax.Array:
-        unused = ignored if idle is None else idle
-        return values if options.every_token else jnp.where(unused, 0, values)
-
-    return requested(masked(loss)), requested(masked(logps)), requested(lse), requested(low)
-
-
-def cotangents_of(
-    options: Options, vocab: int, labels: jax.Array, *given: jax.Array
-) -> list[jax.Array]:
-    """Returns cotangents as kernels take them: 0 for masked tokens, NaN for invalid labels."""
-    idle = is_ignored(options, labels)
-    idle |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
-    bad = _out_of_range(options, vocab, labels)
-    return [jnp.where(idle, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
-
-
 def _forward(run: Any, options: Options, logits: jax.Array, labels: jax.Array) -> Any:
     _, found = run(logits, labels, reduces=True, writes=False)
-    return outputs_of(options, logits.shape[-1], labels, found)
+    return reference.outputs_of_sums(options, logits.shape[-1], labels, found[:4])
 
 
 def _backward(
@@ -210,7 +170,7 @@ def _backward(
     low: jax.Array,
     *cotangents: jax.Array,
 ) -> Any:
-    given = cotangents_of(options, logits.shape[-1], labels, *cotangents)
+    given = reference.mask_cotangents(options, logits.shape[-1], labels, *cotangents)
     dlogits, _ = run(logits, labels, *given, lse, low, reduces=False, writes=True)
     return (dlogits,)
 
@@ -219,7 +179,7 @@ def _fused(
     run: Any, options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
 ) -> Any:
     vocab = logits.shape[-1]
-    (given,) = cotangents_of(options, vocab, labels, dloss)
+    (given,) = reference.mask_cotangents(options, vocab, labels, dloss)
     dlogits, found = run(logits, labels, given, reduces=True, writes=True)
-    loss, _, lse, low = outputs_of(options, vocab, labels, found, given == 0)
+    loss, _, lse, low = reference.outputs_of_sums(options, vocab, labels, found[:4], given == 0)
     return loss, lse, low, dlogits

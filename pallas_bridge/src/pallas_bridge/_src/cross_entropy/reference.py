@@ -147,6 +147,50 @@ def _tell_probe_cotangents(
     return counts, *cotangents
 
 
+def _out_of_range(options: Options, vocab: int, labels: jax.Array) -> jax.Array:
+    in_range = (labels >= 0) & (labels < vocab)
+    return ~in_range & ~is_ignored(options, labels)
+
+
+def outputs_of_sums(
+    options: Options,
+    vocab: int,
+    labels: jax.Array,
+    sums: Sequence[jax.Array] | jax.Array,
+    idle: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns loss, logps, lse and lse_low [N] of a row's lse, lse_low, z_y and sum of z.
+
+    Unless `options.every_token`, they are 0 for `idle` tokens, for ignored ones if that is None.
+    """
+    lse, low, at_label, total = sums
+    logps = (at_label - lse) - low
+    e = options.label_smoothing
+    loss = (1 - e) * -logps + options.z_loss * lse**2
+    if e:
+        loss += e * ((lse - total / vocab) + low)
+    bad, ignored = _out_of_range(options, vocab, labels), is_ignored(options, labels)
+
+    def masked(values: jax.Array) -> jax.Array:
+        return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
+
+    def requested(values: jax.Array) -> jax.Array:
+        unused = ignored if idle is None else idle
+        return values if options.every_token else jnp.where(unused, 0, values)
+
+    return requested(masked(loss)), requested(masked(logps)), requested(lse), requested(low)
+
+
+def mask_cotangents(
+    options: Options, vocab: int, labels: jax.Array, *given: jax.Array
+) -> list[jax.Array]:
+    """Returns cotangents that are 0 for masked tokens, and NaN for labels out of range."""
+    idle = is_ignored(options, labels)
+    idle |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
+    bad = _out_of_range(options, vocab, labels)
+    return [jnp.where(idle, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
+
+
 def requested_outputs(
     spec: Loss,
     request: Request,

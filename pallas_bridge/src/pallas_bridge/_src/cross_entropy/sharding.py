@@ -122,8 +122,7 @@ def _run_on_devices(
         return jax.tree.leaves(derivative.per_token(options, exchange, own, logits, labels))
 
     specs = PartitionSpec(*tokens, meshes.entry(names)), tokens, *[column_spec] * len(columns)
-    fields = ["loss", "logps", "lse", *(["entropy", "correct"] if request.distribution else [])]
-    fields += ["column_logps"] * len(columns)
+    fields = request.fields
     results = [column_spec if field == "column_logps" else tokens for field in fields]
     mapped = meshes.on_devices(mesh, meshes.explicit_axes(mesh), run, specs, results)
     return TokenOutputs(**dict(zip(fields, mapped(logits, labels, *columns), strict=True)))

@@ -1,39 +1,34 @@
-"""The functions of linear cross-entropy that users call, and the checks of their arguments."""
+"""The functions of linear cross-entropy that users call."""
 
-import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .. import gathering, meshes, one_program, pallas
-from ..arrays import wide
-from ..bound import Bound
-from ..checks import as_array, check_dtype, is_traced, promoted
+from .. import pallas
+from ..checks import as_array
+from ..chunk_loops import make_alike
 from ..cross_entropy.api import AxisName
-from ..implementations import choose
-from ..keywords import hinted
-from ..losses.aux_outputs import Request, TokenOutputs, check_columns
-from ..losses.options import Options, check_options, check_tile, narrow_labels
-from ..losses.reduction import token_factors, weighted
-from ..losses.traced import Coefficients
-from ..losses.vocab_shards import OverDevices, shard_options
+from ..keywords import hinted, hinted_with
+from ..logits_gemms import Gemms
+from ..losses.aux_outputs import Request, check_columns
+from ..losses.options import check_tile
+from ..losses.reduction import weighted
 from ..operation import Implementation
 from . import derivative, schedule
-from .chunks import Gemms, Operands, make_alike, pad_tokens
+from .call import Call, find_vocab_axis, promote_operands
+from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss
 from .plan import Plan
 from .schedule import Planner
-from .sharding import Layout, Partitioned, find_layout
 
 Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(TypedDict, total=False):
-    """The options that all functions have."""
+    """The options that all functions have; `Call` has their defaults."""
 
     bias: ArrayLike | None
     vocab_axis: int | None
@@ -92,32 +87,20 @@ def linear_cross_entropy(
 ) -> Any: ...
 
 
-@hinted
+@hinted_with(Call.__init__)
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
     reduction: Reduction = "mean",
     weights: ArrayLike | None = None,
-    vocab_axis: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float | jax.Array = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float | jax.Array = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    max_scratch_bytes: int | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
-    batch_invariant: bool = False,
-) -> jax.Array | tuple[jax.Array, ...]:
+    **options: Unpack[_Keywords],
+) -> Any:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
@@ -210,36 +193,20 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
-    coefficients = Coefficients(label_smoothing, z_loss)
-    hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
-    options = check_options(
-        **coefficients.known,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=kernel_temperature,
-        block_size=block_size,
-        time_block=time_block,
-        every_token=return_lse,
-        donate_logits=False,
-    )
-    options = coefficients.for_kernels(options)
-    call = _Call(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
-    layout = call.find_layout(axis_name)
-    planner = call.planner(max_scratch_bytes, batch_invariant)
-    requested = Request(
-        return_lse, return_entropy, return_correct, check_columns(OPERATION, columns, call.shape)
-    )
+    call = Call(hidden, weight, labels, weights, return_lse, **options)
+    call.find_layout()
+    columns = check_columns(OPERATION, columns, call.shape)
+    requested = Request(return_lse, return_entropy, return_correct, columns)
     if reduction == "none":
-        found = call.per_token(layout, planner, requested)
-        loss = coefficients.loss(call.options, call.labels, found, call.weights)
+        found = call.outputs(requested)
+        loss = call.coefficients.loss(call.options, call.labels, found, call.weights)
         loss = loss if call.weights is None else weighted(loss, call.weights)
-    elif coefficients.any_traced:
-        found = call.per_token(layout, planner, requested)
-        factors = call.factors(reduction, call.labels)
-        loss = coefficients.loss(call.options, call.labels, found, factors)
+    elif call.coefficients.any_traced:
+        found, factors = call.outputs(requested), call.factors(reduction)
+        loss = call.coefficients.loss(call.options, call.labels, found, factors)
         loss = weighted(loss, factors).sum()
     else:
-        found = call.reduced(layout, planner, requested, reduction)
+        found = call.outputs(requested, reduction)
         loss = found.loss
     outputs = requested.select(found)
     return (loss, *outputs) if outputs else loss
@@ -267,7 +234,7 @@ def linear_cross_entropy_value_and_grad(
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """LinearLoss and gradients of a microbatch, with the weight's accumulated in f32.
+    """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
     Equivalent to `jax.value_and_grad` of `linear_cross_entropy` and `dweight_sums + dweight`, where
     dweight is not rounded. On GPUs GEMMs add to the sums in place, so that a step takes no other
@@ -287,20 +254,26 @@ def linear_cross_entropy_value_and_grad(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    options = check_options(
+    call = Call(
+        hidden,
+        weight,
+        labels,
+        weights,
+        takes_traced=False,
+        bias=bias,
+        vocab_axis=vocab_axis,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
+        max_scratch_bytes=max_scratch_bytes,
         block_size=block_size,
         time_block=time_block,
-        every_token=False,
-        donate_logits=False,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
     )
-    call = _Call(hidden, weight, labels, bias, weights, vocab_axis, options, implementation)
-    planner = call.planner(max_scratch_bytes, batch_invariant)
-    operands = call.flat
+    operands, factors = call.flat, call.factors(reduction).reshape(-1)
     sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
     if sums.dtype != jnp.float32:
         raise TypeError(f"dweight_sums have dtype {sums.dtype}; it must be float32")
@@ -309,10 +282,8 @@ def linear_cross_entropy_value_and_grad(
             f"dweight_sums have shape {sums.shape}; it must be that of weight, "
             f"{operands.weight.shape}"
         )
-    factors = call.factors(reduction, operands.labels)
-    gemms = Gemms(call.axis, batch_invariant)
     if call.is_dense:
-        dense = LinearLoss(call.options, gemms, is_dense=True)
+        dense = LinearLoss(call.options, call.planner.gemms, is_dense=True)
 
         def run_dense(x: Any, w: Any, b: Any) -> jax.Array:
             given = Operands(x, w, b, operands.labels)
@@ -323,7 +294,7 @@ def linear_cross_entropy_value_and_grad(
         loss, (dhidden, dweight, dbias) = value_and_grad(operands.hidden, wide, operands.bias)
         sums = sums + dweight
     else:
-        planned = planner.schedule(call.options, gemms, operands, reduced=True, running=True)
+        planned = call.planner.schedule(call.options, operands, reduced=True, running=True)
         *arrays, factors, sums = make_alike(*operands, factors, sums)
         losses, *_, gradients = planned.fused_adding(Operands(*arrays), factors, sums)
         loss, (dhidden, sums, dbias) = weighted(losses, factors).sum(), gradients
@@ -367,31 +338,19 @@ def linear_cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted
+@hinted_with(Call.__init__)
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    vocab_axis: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float | jax.Array = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float | jax.Array = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    max_scratch_bytes: int | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
-    batch_invariant: bool = False,
+    **options: Unpack[_Keywords],
 ) -> tuple[jax.Array, ...]:
-    """LinearLoss and log-probability of the label for every token.
+    """Loss and log-probability of the label for every token.
 
     The arguments are those of `linear_cross_entropy`. All outputs may be used and differentiated in
     any combination, for at most one GEMM of N x D x V more than a mean takes.
@@ -404,27 +363,12 @@ def linear_cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
-    coefficients = Coefficients(label_smoothing, z_loss)
-    hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
-    options = check_options(
-        **coefficients.known,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=kernel_temperature,
-        block_size=block_size,
-        time_block=time_block,
-        every_token=return_lse,
-        donate_logits=False,
-    )
-    options = coefficients.for_kernels(options)
-    call = _Call(hidden, weight, labels, bias, None, vocab_axis, options, implementation)
-    layout = call.find_layout(axis_name)
-    planner = call.planner(max_scratch_bytes, batch_invariant)
-    requested = Request(
-        return_lse, return_entropy, return_correct, check_columns(OPERATION, columns, call.shape)
-    )
-    found = call.per_token(layout, planner, requested)
-    loss = coefficients.loss(call.options, call.labels, found)
+    call = Call(hidden, weight, labels, None, return_lse, **options)
+    call.find_layout()
+    columns = check_columns(OPERATION, columns, call.shape)
+    requested = Request(return_lse, return_entropy, return_correct, columns)
+    found = call.outputs(requested)
+    loss = call.coefficients.loss(call.options, call.labels, found)
     return loss, found.logps, *requested.select(found)
 
 
@@ -467,10 +411,10 @@ def explain(
         if array is None:
             raise TypeError(f"{name} is None; it must be an array {right}, or its shape and dtype")
     if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
-        hidden, weight = jax.eval_shape(_promoted, hidden, weight)
-    axis = _vocab_axis(hidden, weight, bias, vocab_axis)
-    planner = Planner(max_scratch_bytes, batch_invariant)
-    plan, cuda, cpu = planner.plans((hidden, weight, bias), axis, tile, reduced=reduction != "none")
+        hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
+    axis = find_vocab_axis(hidden, weight, bias, vocab_axis)
+    planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
+    plan, cuda, cpu = planner.plans((hidden, weight, bias), reduced=reduction != "none")
     if plan.batch_invariant:
         return plan
     if platform is None:
@@ -483,357 +427,10 @@ def explain(
         return cpu
     if platform in ("cpu", "cuda"):
         return plan
-    target = _tpu(platform)
+    tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
+    if platform not in tpus:
+        known = ", ".join(map(repr, ("cpu", "cuda", *tpus)))
+        raise ValueError(f"platform is {platform!r}; it must be one of {known}, or None")
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    return pallas_tpu.plan(target, plan, (hidden, weight, bias), axis, tile)
-
-
-def _tpu(platform: str) -> pallas.Target:
-    """Returns the TPU of a platform."""
-    targets = {"tpu": pallas.ANY, **pallas.TARGETS}
-    if platform not in targets:
-        names = ", ".join(map(repr, ("cpu", "cuda", *targets)))
-        raise ValueError(f"platform is {platform!r}; it must be one of {names}, or None")
-    return targets[platform]
-
-
-class _Call:
-    """Checked arguments, and what computes their loss."""
-
-    def __init__(
-        self,
-        hidden: ArrayLike,
-        weight: ArrayLike,
-        labels: ArrayLike,
-        bias: ArrayLike | None,
-        weights: ArrayLike | None,
-        vocab_axis: int | None,
-        options: Options,
-        implementation: Implementation | None,
-    ) -> None:
-        self.implementation = implementation
-        # Whether all is XLA's own program.
-        self.is_dense = choose(OPERATION, implementation) == "reference"
-        self.hidden, self.weight = _promoted(
-            as_array("hidden", hidden, "[.., D]"), as_array("weight", weight, "[V, D] or [D, V]")
-        )
-        y = as_array("labels", labels, "[..], a label a token")
-        self.bias = None if bias is None else as_array("bias", bias, "[V]")
-        self.axis = _vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
-        meshes.check_whole(OPERATION, "hidden", self.hidden, columns=-1)
-        # Every chunk takes all of D.
-        self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
-        self.shape = self.hidden.shape[:-1]
-        if not jnp.issubdtype(y.dtype, jnp.integer):
-            raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
-        y = self._check_tokens("labels", y)
-        options = dataclasses.replace(options, implementation=implementation)
-        self.labels, self.options = narrow_labels(y, options)
-        if not all(isinstance(extent, int) for extent in self.shape):
-            self.options = self.options.in_xla()
-        self.weights = None
-        if weights is not None:
-            self.weights = self._check_tokens("weights", weights).astype(jnp.float32)
-
-    def _check_tokens(self, name: str, array: ArrayLike) -> jax.Array:
-        """Returns a checked array of the shape of the tokens."""
-        array = as_array(name, array, "[..], a number a token")
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
-        if array.shape != self.shape:
-            raise ValueError(
-                f"{name} have shape {array.shape}; it must be that of hidden without its last "
-                f"axis, {self.shape}"
-            )
-        return array
-
-    @property
-    def flat(self) -> Operands:
-        """The operands, with one axis of tokens."""
-        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Operands(hidden, self.weight, self.bias, self.labels.reshape(-1))
-
-    @property
-    def unflattened(self) -> Operands:
-        """The same, with all axes of tokens where XLA may shard any of them (`Partitioned`)."""
-        # A single token has no axis, and nothing to shard.
-        is_known = self.shape and all(isinstance(extent, int) for extent in self.shape)
-        if is_known and not self.is_dense and meshes.are_left_to_xla(self.hidden, self.weight):
-            return Operands(self.hidden, self.weight, self.bias, self.labels)
-        return self.flat
-
-    def factors(self, reduction: Literal["mean", "sum"], labels: jax.Array) -> jax.Array:
-        """Returns the factor of every token's loss, of the shape of `labels`."""
-        weights = None if self.weights is None else self.weights.reshape(labels.shape)
-        return token_factors(self.options, reduction, labels, weights)
-
-    def planner(self, max_scratch_bytes: int | None, batch_invariant: bool) -> Planner:
-        """Returns what plans for the arrays.
-
-        Raises:
-            ValueError: something that the implementation does not have.
-        """
-        if batch_invariant and self.is_dense:
-            raise ValueError(
-                "batch_invariant is True with the implementation 'reference', whose products have "
-                "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
-            )
-        return Planner(max_scratch_bytes, batch_invariant)
-
-    def find_layout(self, axis_name: AxisName | None) -> Layout | None:
-        """Returns how arrays are known to be sharded; if None, warns where XLA gathers some."""
-        layout = find_layout(self.hidden, self.weight, self.axis, axis_name)
-        if layout is None and not self.is_dense:
-            self.hidden = gathering.watched(OPERATION, "hidden", self.hidden, -1, axis_of="D")
-            self.weight = gathering.watched(
-                OPERATION, "weight", self.weight, self.axis, calls_ask=True
-            )
-        return layout
-
-    def per_token(
-        self, layout: Layout | None, planner: Planner, requested: Request
-    ) -> TokenOutputs:
-        """Returns the outputs of each token [..]; shards weights as these are."""
-        if layout is None:
-            return self._per_token(planner, requested, None)
-        columns = [] if requested.columns is None else [layout.place(requested.columns)]
-        names = [
-            "loss",
-            "logps",
-            "lse",
-            *(["entropy", "correct"] if requested.distribution else []),
-        ]
-        names += ["column_logps"] * len(columns)
-
-        def on_device(*arrays: Any) -> Any:
-            columns = arrays[4] if requested.columns is not None else None
-            given = dataclasses.replace(requested, columns=columns)
-            found = self._of_device(layout, *arrays[:4])._per_token(planner, given, layout)
-            return tuple(getattr(found, name) for name in names)
-
-        found = self._run_on_devices(layout, on_device, (layout.tokens,) * len(names), *columns)
-        return TokenOutputs(**dict(zip(names, found, strict=True)))
-
-    def reduced(
-        self,
-        layout: Layout | None,
-        planner: Planner,
-        requested: Request,
-        reduction: Literal["mean", "sum"],
-    ) -> TokenOutputs:
-        """Returns the scalar loss, and the other outputs of each token [..] but logps."""
-        fused = None
-        if requested.any:
-            fused = self._fuse_outputs(planner, requested) if layout is None else None
-            if fused is None:
-                found = self.per_token(layout, planner, requested)
-                factors = self.factors(reduction, self.labels)
-                return found._replace(loss=weighted(found.loss, factors).sum())
-        if layout is None:
-            operands = self.flat if requested.any else self.unflattened
-            factors = self.factors(reduction, operands.labels)
-            loss = fused or self._loss(planner, None, reduced=True)
-            return self._run(derivative.reduced, loss, requested, operands, factors)
-
-        def on_device(*arrays: Any) -> Any:
-            own = self._of_device(layout, *arrays[:4])
-            loss = own._loss(planner, layout, reduced=True)
-            factors = arrays[4].reshape(-1)
-            found = own._run(derivative.reduced, loss, requested, own.flat, factors)
-            return layout.total(found.loss), found.lse
-
-        self._place(layout)
-        factors = self.factors(reduction, self.labels)
-        results = PartitionSpec(), layout.tokens
-        total, lse = self._run_on_devices(layout, on_device, results, factors)
-        return TokenOutputs(total, total, lse)
-
-    def _place(self, layout: Layout) -> None:
-        """Shards labels and weights as the tokens are."""
-        self.labels = layout.place(self.labels)
-        self.weights = None if self.weights is None else layout.place(self.weights)
-
-    def _run_on_devices(self, layout: Layout, function: Any, results: Any, *per_token: Any) -> Any:
-        """Returns function(hidden, weight, bias, labels, *per_token), by each device of its own."""
-        self._place(layout)
-        arrays = self.hidden, self.weight, self.bias, self.labels, *per_token
-        return layout.run(function, results, *arrays)
-
-    def _of_device(
-        self, layout: Layout, hidden: Any, weight: Any, bias: Any, labels: Any
-    ) -> "_Call":
-        """Returns the call of what a device has."""
-        given = self.axis, self.options, self.implementation
-        return _Call(hidden, layout.gather(weight), labels, bias, None, *given)
-
-    def _per_token(
-        self, planner: Planner, requested: Request, layout: Layout | None
-    ) -> TokenOutputs:
-        """Returns the outputs of each token [..]; with a `layout`, arrays are a device's."""
-        if not requested.any:
-            operands = self.unflattened if layout is None else self.flat
-            loss = self._loss(planner, layout, reduced=False)
-            return self._run(derivative.per_token, loss, requested, operands)
-        exchange = None if layout is None else layout.exchange()
-        if exchange is None and not self.is_dense:
-            # Flattening leaves tokens where they are if the first axis alone is sharded.
-            for axis in range(1, self.hidden.ndim - 1):
-                self.hidden = gathering.watched(
-                    OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
-                )
-        operands = self.flat
-        loss = self._loss_with_outputs(planner, requested, exchange)
-        return self._run(derivative.per_token, loss, requested, operands)
-
-    def _run(
-        self, function: Any, loss: LinearLoss, requested: Request, operands: Operands, *more: Any
-    ) -> TokenOutputs:
-        """Returns function(loss, requested, operands, *more), with all axes of tokens."""
-        hidden, labels, columns = operands.hidden, operands.labels, requested.columns
-        if columns is not None:
-            columns = columns.reshape(-1, columns.shape[-1])
-        has_chunks = requested.any and not loss.is_dense
-        if has_chunks and (loss.gemms.isolated or not isinstance(labels.shape[0], int)):
-            hidden, labels, columns = pad_tokens(loss.chunk_tokens, hidden, labels, columns)
-        operands = operands._replace(hidden=hidden, labels=labels)
-        requested = dataclasses.replace(requested, columns=columns)
-        found: TokenOutputs = one_program.run(Bound(function, loss), requested, operands, *more)
-        if labels.shape == self.shape:
-            return found
-        count = self.labels.size
-
-        def shape(one: jax.Array) -> jax.Array:
-            # A scalar is a loss that is reduced.
-            return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
-
-        shaped: TokenOutputs = jax.tree.map(shape, found)
-        return shaped
-
-    def _loss(self, planner: Planner, layout: Layout | None, *, reduced: bool) -> LinearLoss:
-        """Returns how a loss without auxiliary outputs is computed, by implementation and plan.
-
-        With a `layout`, arrays are a device's.
-        """
-        exchange = None if layout is None else layout.exchange()
-        gemms, options = Gemms(self.axis, planner.batch_invariant), self.options
-        operands = self.flat
-        if self.is_dense:
-            return LinearLoss(options, gemms, exchange=exchange, is_dense=True)
-        if layout is not None and exchange is not None:
-            own = planner.schedule(shard_options(options, exchange), gemms, operands, reduced=False)
-            loss = LinearLoss(options, gemms, own, exchange)
-            if not (reduced and layout.leaves_axes):
-                return loss
-            chunk = planner.fused_chunk_tokens(operands, self.axis, options.tile)
-            is_fused = chunk is not None
-            return dataclasses.replace(loss, is_fused=is_fused, chunk_tokens=chunk or 0)
-        planned = planner.schedule(options, gemms, operands, reduced=reduced)
-        # Nothing shards a symbolic number of tokens.
-        if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
-            partition = Partitioned(planner)
-            planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
-        return LinearLoss(planned.options, gemms, planned, is_fused=reduced and planned.is_fused)
-
-    def _loss_with_outputs(
-        self, planner: Planner, requested: Request, exchange: OverDevices | None
-    ) -> LinearLoss:
-        """Returns how a loss with auxiliary outputs is computed; see `_loss`."""
-        operands, gemms = self.flat, Gemms(self.axis, planner.batch_invariant)
-        loss = LinearLoss(
-            planner.row_options(self.options, operands.weight.shape[self.axis]),
-            gemms,
-            exchange=exchange,
-            is_dense=self.is_dense,
-            distribution=requested.distribution,
-            correct=requested.correct,
-        )
-        if self.is_dense:
-            return loss
-        chunk = planner.output_chunk_tokens(operands, self.axis, self.options.tile)
-        return dataclasses.replace(loss, chunk_tokens=chunk)
-
-    def _fuse_outputs(self, planner: Planner, requested: Request) -> LinearLoss | None:
-        """Returns a loss whose forward pass makes gradients and auxiliary outputs; None if none."""
-        operands = self.flat
-        is_whole = not meshes.are_left_to_xla(*operands[:2])
-        # A weight [D, V] has no rows to gather for the columns.
-        has_rows = requested.columns is None or self.axis == 0
-        if not (has_rows and is_whole) or self.is_dense or planner.batch_invariant:
-            return None
-        loss = self._loss_with_outputs(planner, requested, None)
-        planned = planner.schedule(self.options, loss.gemms, operands, reduced=True)
-        # Nobody pads the chunks of this pass.
-        if not planned.is_fused or planned.plan.any_count:
-            return None
-        cuda = planned.cuda
-        cuda = cuda if cuda is not None and cuda.products < 4 else None
-        return dataclasses.replace(loss, is_fused=True, cuda=cuda)
-
-
-def _divide(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
-    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
-
-    Raises:
-        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
-    """
-    if not is_traced(temperature):
-        return hidden, bias, temperature
-    if softcap is not None:
-        raise TypeError(
-            "temperature is traced and softcap is given; it must be a Python number then, since "
-            "hidden cannot be divided by it before the softcap"
-        )
-    if temperature.ndim or not jnp.issubdtype(temperature.dtype, jnp.floating):
-        raise TypeError(
-            f"temperature is traced, of shape {temperature.shape} and dtype {temperature.dtype}; "
-            "it must be a scalar of a float dtype"
-        )
-    hidden = as_array("hidden", hidden, "[.., D]")
-    check_dtype("hidden", hidden)
-    divisor = temperature.astype(jnp.float32)
-    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
-    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
-
-
-def _promoted(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
-    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
-    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
-
-
-def _vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
-    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
-    check_dtype("hidden", hidden)
-    check_dtype("weight", weight)
-    if hidden.ndim == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
-    width = hidden.shape[-1]
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
-        )
-    if vocab_axis is None:
-        if weight.shape == (width, width):
-            raise ValueError(
-                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
-                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
-            )
-        vocab_axis = 0 if weight.shape[1] == width else 1
-    if vocab_axis not in (0, 1):
-        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
-    if weight.shape[1 - vocab_axis] != width:
-        raise ValueError(
-            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
-            f"weight must have the {width} columns of hidden"
-        )
-    vocab = weight.shape[vocab_axis]
-    if bias is not None:
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
-        if bias.shape != (vocab,):
-            raise ValueError(
-                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
-                "vocabulary"
-            )
-    return vocab_axis
+    return pallas_tpu.plan(tpus[platform], plan, (hidden, weight, bias), axis, tile)

@@ -1,14 +1,14 @@
-"""Logits a chunk at a time, as programs of XLA's: the GEMMs, and passes over chunks.
+"""Passes over chunks of logits, as programs of XLA.
 
-`TokenChunks` takes all columns of a chunk of tokens through the kernels of cross-entropy: the
-gradient of a chunk's logits takes their place, and two more GEMMs take it from there to hidden and
-weight (the chunks are those of Liger, Hsu et al., 2024). `ColumnChunks` takes chunks of the
-vocabulary, for budgets below what sums of dweight take: the forward pass keeps lse alone (Dao et
-al., 2022, for the running maximum), and the backward pass recomputes each chunk's logits and is
-done with its part of dweight (the order is that of Wijmans et al., 2024).
+`TokenChunks` takes all columns of a chunk of tokens through the kernels of cross-entropy. dlogits
+overwrite the logits, and two GEMMs make dhidden and dweight of them (the chunks are those of Liger,
+Hsu et al., 2024). `ColumnChunks` takes chunks of the vocabulary, for budgets below the bytes of
+dweight's sums: the forward pass saves lse (online softmax, as of Dao et al., 2022), and the
+backward pass recomputes the logits of each chunk and finishes its columns of dweight (the order of
+Wijmans et al., 2024).
 
-Logits and their gradient are f32, the latter rounded once to be an operand, and gradients of the
-weight are summed in f32.
+Logits and dlogits are f32. dlogits are rounded once, to be an operand of a GEMM, and gradients of
+the weight are summed in f32.
 """
 
 import dataclasses
@@ -16,29 +16,30 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import linear
-from ..arrays import of_rank
 from ..bound import Bound
-from ..compat import varying_axes
+from ..chunk_loops import (
+    for_each_chunk,
+    is_one_chunk,
+    make_alike,
+    pad_tokens,
+    put_rows,
+    slice_rows,
+    zeros,
+)
 from ..cross_entropy import calls as kernels
-from ..custom_call import vary_alike
+from ..cross_entropy.reference import mask_cotangents, outputs_of_sums
+from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options, is_ignored
-from ..losses.vocab_shards import Loss
+from ..losses.vocab_shards import Loss, ShardOutputs, two_sum
 
-# Columns of the vocabulary that a CPU adds to sums of dweight at a time.
-BLOCK = 1024
-FLOAT32 = np.dtype(np.float32)
-
-Bias = jax.Array | None
 Gradients = tuple[jax.Array, jax.Array, Bias]
-T = TypeVar("T")
 
 
 class Operands(NamedTuple):
@@ -58,217 +59,77 @@ class Operands(NamedTuple):
         return Operands(*make_alike(*self))
 
 
-def make_alike(*arrays: Any) -> list[Any]:
-    """Returns arrays that vary over the same axes within `shard_map`; None stays None.
-
-    The weight that every device has then varies too, and so does its gradient. The transpose is a
-    sum over devices.
-    """
-    varying = iter(vary_alike([x for x in arrays if x is not None]))
-    return [None if x is None else next(varying) for x in arrays]
-
-
-def operand_dtype(hidden: Any, weight: Any) -> Any:
-    """Returns the dtype that GEMMs take: the narrower one of both arrays."""
-    return min(hidden.dtype, weight.dtype, key=lambda dtype: int(dtype.itemsize))
-
-
-def as_gemm_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns hidden and weight as GEMMs take them: the wider one is rounded."""
-    dtype = operand_dtype(hidden, weight)
-    return hidden.astype(dtype), weight.astype(dtype)
-
-
 def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
     """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
     are_zero = (~one if one.dtype == bool else one == 0 for one in cotangents)
     return is_ignored(options, labels) | reduce(operator.and_, are_zero)
 
 
-def zero_rows(masked: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns `rows` [N, ..] with zeros for tokens that are `masked` [N].
-
-    Their gradient is 0, which times a NaN would be NaN.
-    """
-    return jnp.where(masked[:, None], jnp.zeros((), rows.dtype), rows)
-
-
-def zeros(
-    like: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = jnp.float32
-) -> jax.Array:
-    """Returns zeros of `shape`, or of the shape of `like`, for a loop to fill.
-
-    Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
-    """
-    made = jnp.zeros(like.shape if shape is None else shape, dtype)
-    axes = tuple(sorted(varying_axes(jax.typeof(like))))
-    return jax.lax.pcast(made, axes, to="varying") if axes else made
-
-
-def is_one_chunk(chunk: int, total: Any) -> bool:
-    """Whether one chunk has all of `total`; False for a symbolic total."""
-    return isinstance(total, int) and chunk >= total
-
-
-def for_each_chunk(total: Any, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-    """Applies body(first, count, carry) to every chunk, the last of which may be shorter.
-
-    A symbolic total is a multiple of the chunk.
-    """
-    whole, rest = divmod(total, chunk)
-    if whole == 1:
-        carry = body(0, chunk, carry)
-    elif whole:
-        carry = jax.lax.fori_loop(0, whole, lambda n, one: body(n * chunk, chunk, one), carry)
-    return body(whole * chunk, rest, carry) if rest else carry
-
-
-def slice_rows(first: Any, count: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns `count` rows of each array."""
-    return [jax.lax.dynamic_slice_in_dim(array, first, count) for array in arrays]
-
-
-def put_rows(arrays: Any, rows: Any, first: Any) -> Any:
-    """Returns arrays with rows from `first` on replaced, in the arrays' dtypes."""
-    return tuple(
-        jax.lax.dynamic_update_slice_in_dim(array, some.astype(array.dtype), first, 0)
-        for array, some in zip(arrays, rows, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class Gemms:
-    """The three GEMMs, for hidden [N, D] and a weight whose axis `vocab_axis` is V.
-
-    Operands are of one dtype, that of `as_gemm_operands`. Sums are f32, rounded once to the dtype
-    of the result.
-    """
-
-    vocab_axis: int
-    # Whether XLA compiles each GEMM, and what else a token's results come from, as if nothing stood
-    # around it, so that a chunk gives the same bits beside others, in a loop, and alone. Not so the
-    # sums of the weight's gradient, which GEMMs may add to where they lie.
-    isolated: bool = False
-
-    def fence(self, arrays: T) -> T:
-        """Returns arrays; where `isolated`, their producers and consumers are not fused.
-
-        XLA takes barriers away after fusion, and after it has chosen how GEMMs are made.
-        """
-        if not (self.isolated and jax.tree.leaves(arrays)):
-            return arrays
-        fenced: T = jax.lax.optimization_barrier(arrays)
-        return fenced
-
-    def logits(self, hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
-        """Returns hidden x weight + bias [N, V] in f32."""
-        z = self.fence(self._dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32))
-        return z if bias is None else z + of_rank(bias.astype(FLOAT32), z)
-
-    def grad_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-        """Returns dhidden [N, D]; dlogits are rounded to the dtype of `weight`."""
-        dlogits = dlogits.astype(weight.dtype)
-        return self.fence(self._dot(dlogits, weight, 1, self.vocab_axis, dtype))
-
-    def grad_weight(self, dlogits: jax.Array, hidden: jax.Array, dtype: Any) -> jax.Array:
-        """Returns dweight, of the weight's layout; dlogits are rounded likewise."""
-        dlogits = dlogits.astype(hidden.dtype)
-        if self.vocab_axis == 0:
-            return self._dot(dlogits, hidden, 0, 0, dtype)
-        return self._dot(hidden, dlogits, 0, 0, dtype)
-
-    def add_grad_weight(self, total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Returns `total` + dweight, in f32."""
-
-        def at_once(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-            return total + self.grad_weight(dlogits, hidden, total.dtype)
-
-        def by_columns(total: jax.Array, dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
-            def add(first: Any, count: int, total: jax.Array) -> jax.Array:
-                dz = jax.lax.dynamic_slice_in_dim(dlogits, first, count, 1)
-                some = self.slice_columns(total, first, count)
-                return self.put_columns(
-                    total, some + self.grad_weight(dz, hidden, total.dtype), first
-                )
-
-            summed: jax.Array = for_each_chunk(dlogits.shape[1], BLOCK, add, total)
-            return summed
-
-        # XLA on a CPU has no GEMM that adds: it would allocate another whole weight.
-        summed: jax.Array = jax.lax.platform_dependent(
-            total, dlogits, hidden, cpu=by_columns, default=at_once
-        )
-        return summed
-
-    def slice_columns(self, weight: jax.Array, first: Any, count: int) -> jax.Array:
-        """Returns `count` columns of the vocabulary of the weight."""
-        return jax.lax.dynamic_slice_in_dim(weight, first, count, self.vocab_axis)
-
-    def put_columns(self, weight: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
-        """Returns `weight` with columns of the vocabulary from `first` on replaced."""
-        columns = columns.astype(weight.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(weight, columns, first, self.vocab_axis)
-
-    def _dot(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-        # Sums are f32 on every backend, whatever the dtype that they are rounded to.
-        axes = (((a_axis,), (b_axis,)), ((), ()))
-        a, b = self.fence((a, b))
-        return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
-
-
 @dataclass(frozen=True)
 class TokenChunks:
-    """Passes over all columns of a chunk of `tokens` at a time."""
+    """Passes over all columns of a chunk of `tokens` at a time, of a whole vocabulary or a shard.
 
-    options: Options
+    Hidden states and weight are a device's; labels and columns are those of the whole vocabulary,
+    and so is all that is saved for a backward pass or given to it.
+    """
+
+    loss: Loss
     gemms: Gemms
     tokens: int
 
     def map_logits(
-        self, function: Callable[..., Any], operands: Operands, results: Any, *per_token: Any
-    ) -> Any:
-        """Returns function(logits, *rows of `per_token`) of all chunks, written to `results`."""
-        hidden, weight, bias, labels = operands
-        w = weight.astype(operand_dtype(hidden, weight))
-
-        def body(first: Any, count: int, results: Any) -> Any:
-            x, *rows = self.gemms.fence(slice_rows(first, count, hidden, *per_token))
-            z = self.gemms.logits(x.astype(w.dtype), w, bias)
-            return put_rows(results, self.gemms.fence(function(z, *rows)), first)
-
-        return for_each_chunk(labels.shape[0], self.tokens, body, results)
-
-    def map_gradients(
         self,
         function: Callable[..., Any],
         operands: Operands,
-        masked: jax.Array,
-        results: Any,
         *per_token: Any,
-    ) -> tuple[Any, Gradients]:
-        """Returns what `map_logits` does, and gradients.
+        masked: jax.Array | None = None,
+    ) -> tuple[Any, Any]:
+        """Returns the outputs of all chunks, a tree of arrays [N, ..], and gradients or None.
 
-        `function` returns dlogits after the results. Tokens that are `masked` [N] have gradients
-        of 0.
+        function(logits, *rows of `per_token`, which are such trees) returns a chunk's outputs; with
+        `masked` [N] a pair of outputs and dlogits, of which gradients are made, 0 for masked
+        tokens.
         """
         hidden, weight, bias, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))
+        total = labels.shape[0]
+
+        def run_chunk(first: Any, count: int) -> Any:
+            x, *rows = self.gemms.fence(slice_rows(first, count, hidden, *per_token))
+            found = function(self.gemms.logits(x.astype(w.dtype), w, bias), *rows)
+            found, dlogits = (found, None) if masked is None else found
+            return self.gemms.fence(found), dlogits, x
+
+        def add(first: Any, count: int, sums: Any) -> Any:
+            """Returns a chunk's outputs, and sums with its gradients."""
+            found, dlogits, x = run_chunk(first, count)
+            if masked is not None:
+                (is_masked,) = slice_rows(first, count, masked)
+                sums = self._add(operands, w, sums, dlogits, x, is_masked, first)
+            return found, sums
 
         def body(first: Any, count: int, carry: Any) -> Any:
             results, sums = carry
-            rows = slice_rows(first, count, hidden, masked, *per_token)
-            x, is_masked, *rows = self.gemms.fence(rows)
-            z = self.gemms.logits(x.astype(w.dtype), w, bias)
-            *found, dlogits = function(z, *rows)
-            results = put_rows(results, self.gemms.fence(found), first)
-            return results, self._add(operands, w, sums, dlogits, x, is_masked, first)
+            found, sums = add(first, count, sums)
+            return put_rows(results, jax.tree.leaves(found), first), sums
 
-        sums = None
-        if not is_one_chunk(self.tokens, labels.shape[0]):
-            # dhidden, and sums in f32 of dweight and dbias.
-            sums = zeros(hidden, dtype=hidden.dtype), *map(zeros, _without_none(weight, bias))
-        results, sums = for_each_chunk(labels.shape[0], self.tokens, body, (results, sums))
-        return results, _round_gradients(sums, operands)
+        sums: Any = None
+        if is_one_chunk(self.tokens, total) and total > 0:
+            results, sums = add(0, total, None)
+        else:
+            # Arrays for what chunks give, which vary over devices as that does.
+            traced, shapes = jax.make_jaxpr(
+                lambda: run_chunk(0, 0 if total == 0 else self.tokens)[0], return_shape=True
+            )()
+            flat = tuple(zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals)
+            if masked is not None:
+                # dhidden, and sums in f32 of dweight and dbias.
+                sums = zeros(hidden, dtype=hidden.dtype), *jax.tree.map(zeros, (weight, bias))
+            flat, sums = for_each_chunk(total, self.tokens, body, (flat, sums))
+            results = jax.tree.unflatten(jax.tree.structure(shapes), flat)
+        if sums is not None:
+            sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, operands[:3])
+        return results, sums
 
     def _add(
         self,
@@ -281,145 +142,96 @@ class TokenChunks:
         first: Any,
     ) -> Any:
         """Returns sums with a chunk's gradients; `w` is the weight as a GEMM takes it."""
-        bias_sums = [] if operands.bias is None else [dlogits.sum(0, dtype=jnp.float32)]
+        dbias = None if operands.bias is None else dlogits.sum(0, dtype=jnp.float32)
         chunk = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, x.dtype))
         x = zero_rows(masked, x).astype(w.dtype)
         if sums is None:  # one chunk: nothing to add to, and one rounding
             dweight = self.gemms.grad_weight(dlogits, x, operands.weight.dtype)
-            return chunk, dweight, *bias_sums
-        dhidden, dweight, *dbias = sums
+            return chunk, dweight, dbias
+        dhidden, dweight, bias_sums = sums
         (dhidden,) = put_rows((dhidden,), (chunk,), first)
         dweight = self.gemms.add_grad_weight(dweight, dlogits, x)
-        return dhidden, dweight, *(a + b for a, b in zip(dbias, bias_sums, strict=True))
+        return dhidden, dweight, None if dbias is None else bias_sums + dbias
 
     def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
-        """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        outputs, lse_low = self.forward_with_outputs(operands, None, distribution=False)
-        return *outputs, lse_low
+        """Returns loss, logps, lse and lse_low, each [N] in f32, of a whole vocabulary."""
+        run_chunk = partial(kernels.forward, self.loss.options)
+        outputs: tuple[jax.Array, ...]
+        outputs, _ = self.map_logits(run_chunk, operands, operands.labels)
+        return outputs
 
-    def forward_with_outputs(
-        self, operands: Operands, columns: jax.Array | None, *, distribution: bool
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Returns the outputs of `kernels.forward_tokens`, and lse_low [N].
+    def read_shard(self, operands: Operands, columns: jax.Array | None) -> ShardOutputs:
+        """Returns `kernels.read_shard` of all tokens."""
+        run_chunk = partial(kernels.read_shard, self.loss)
+        shard: ShardOutputs
+        shard, _ = self.map_logits(run_chunk, operands, operands.labels, columns)
+        return shard
 
-        The outputs are loss, logps, lse, entropy, the columns' logits and correct, of which
-        `distribution` says whether entropy and correct are among them.
-        """
-        loss = Loss(self.options, distribution=distribution)
-
-        def run_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
-            taken = c[0] if c else None
-            found, (_, low, *_) = kernels.forward_tokens(loss, z, y, taken)
-            return *found, low
-
-        per_token = _without_none(operands.labels, columns)
-        results = _blank_outputs(4 if distribution else 3, operands.labels, columns, distribution)
-        results = *results, results[0]
-        *outputs, low = self.map_logits(run_chunk, operands, results, *per_token)
-        return tuple(outputs), low
-
-    def fused(self, operands: Operands, factors: jax.Array) -> Any:
-        """Returns loss, lse, lse_low, each [N] in f32, and gradients for cotangents of the loss."""
-        return self.fused_with_outputs(operands, factors, None, distribution=False)
-
-    def fused_with_outputs(
-        self,
-        operands: Operands,
-        factors: jax.Array,
-        columns: jax.Array | None,
-        *,
-        distribution: bool,
+    def fused(
+        self, operands: Operands, factors: jax.Array, columns: jax.Array | None = None
     ) -> Any:
-        """Returns loss, lse, lse_low, auxiliary outputs, and gradients for cotangents of the loss.
+        """Returns loss, lse, lse_low, more, and gradients for cotangents of the loss.
 
-        The auxiliary outputs are as for `forward_with_outputs`, from entropy on.
+        `more` has the auxiliary outputs of `kernels.forward_tokens`, from entropy on. For a shard,
+        which has no auxiliary outputs, it is in which shards a token has no logits.
         """
-        options = write_in_place(self.options)
+        loss = write_in_place(self.loss)
+        options = loss.options
         every_token = options.every_token or columns is not None
 
-        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, *c: jax.Array) -> Any:
-            picked = [aux_outputs.pick(options, z, one) for one in c]
-            if picked:
+        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, c: jax.Array | None) -> Any:
+            if not loss.exchange.is_whole:
+                # Cotangents of a shard's outputs take what devices exchange.
+                (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
+                dlogits = kernels.backward_tokens(loss, z, y, None, saved, (g, None, None))
+                return (losses, *saved[:3]), dlogits
+            picked = []
+            if c is not None:
                 # Read before dlogits take the place of logits.
-                z, picked = jax.lax.optimization_barrier((z, picked))
-            if not distribution:
+                z, *picked = jax.lax.optimization_barrier((z, aux_outputs.pick(options, z, c)))
+            if not loss.distribution:
                 *found, dlogits = kernels.fused(options, every_token, z, y, g)
-                return *found, *picked, dlogits
+                return (*found, *picked), dlogits
             *found, correct, dlogits = kernels.distribution_fused(options, z, y, g)
-            return *found, *picked, correct, dlogits
+            return (*found, *picked, correct), dlogits
 
         labels = operands.labels
         masked = masked_tokens(options, labels, factors)
-        results = _blank_outputs(4 if distribution else 3, labels, columns, distribution)
-        per_token = _without_none(labels, factors, columns)
-        found, gradients = self.map_gradients(run_chunk, operands, masked, results, *per_token)
+        per_token = labels, factors, columns
+        found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
 
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
-        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        saved = *saved, None, None
-        return self.backward_with_outputs(operands, None, saved, cotangents, distribution=False)
-
-    def backward_with_outputs(
-        self,
-        operands: Operands,
-        columns: jax.Array | None,
-        saved: Any,
-        cotangents: Any,
-        *,
-        distribution: bool,
+    def backward(
+        self, operands: Operands, saved: Any, cotangents: Any, columns: jax.Array | None = None
     ) -> Gradients:
-        """Returns gradients for what `kernels.backward_tokens` takes, [N, ..] each.
+        """Returns gradients for cotangents of the outputs of `kernels.forward_tokens`, but correct.
 
-        `saved` has lse, lse_low, entropy and the columns' logits, and `cotangents` those of the
-        outputs of `forward_with_outputs` but correct. A cotangent of None is one of zeros.
+        `saved` is what that returns for it, or lse and lse_low of a loss without auxiliary outputs.
+        A cotangent of None is one of zeros.
         """
-        loss = Loss(write_in_place(self.options), distribution=distribution)
+        loss = write_in_place(self.loss)
+        lse, lse_low, *others = saved
+        saved = lse, lse_low, *(others or (None, None, None))
         given = [
             one if one.ndim == 1 else one.any(tuple(range(1, one.ndim)))
             for one in cotangents
             if one is not None
         ]
-        flat, tree = jax.tree.flatten((operands.labels, columns, saved, cotangents))
 
-        def run_chunk(z: jax.Array, *rows: jax.Array) -> Any:
-            y, c, (lse, low, *others), cotangents = jax.tree.unflatten(tree, rows)
-            # A shard's cotangents have what is empty in them.
-            residuals = lse, low, None, *others
-            return [kernels.backward_tokens(loss, z, y, c, residuals, cotangents)]
+        def run_chunk(*rows: Any) -> Any:
+            return (), kernels.backward_tokens(loss, *rows)
 
+        per_token = operands.labels, columns, saved, cotangents
         masked = masked_tokens(loss.options, operands.labels, *given)
-        _, gradients = self.map_gradients(run_chunk, operands, masked, (), *flat)
+        gradients: Gradients
+        _, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return gradients
 
 
-def write_in_place(options: Options) -> Options:
-    """Returns options by which dlogits take the place of logits, which nothing else reads."""
-    return dataclasses.replace(options, donate_logits=True)
-
-
-def _without_none(*arrays: Any) -> list[Any]:
-    return [x for x in arrays if x is not None]
-
-
-def _blank_outputs(
-    count: int, labels: jax.Array, columns: jax.Array | None, distribution: bool
-) -> tuple[jax.Array, ...]:
-    """Returns arrays for `count` outputs [N], the columns' logits and correct."""
-    number = zeros(labels)
-    picked = [] if columns is None else [zeros(columns)]
-    return *[number] * count, *picked, *([number] if distribution else [])
-
-
-def _round_gradients(sums: Any, operands: Operands) -> Gradients:
-    """Returns gradients of sums, in the dtypes of their operands."""
-    hidden, weight, bias, _ = operands
-    if sums is None:  # no tokens
-        nothing: Gradients = jax.tree.map(jnp.zeros_like, (hidden, weight, bias))
-        return nothing
-    dhidden, dweight, *dbias = sums
-    dbias_or_none = None if bias is None else dbias[0].astype(bias.dtype)
-    return dhidden, dweight.astype(weight.dtype), dbias_or_none
+def write_in_place(loss: Loss) -> Loss:
+    """Returns a loss by which dlogits take the place of logits, which nothing else reads."""
+    options = dataclasses.replace(loss.options, donate_logits=True)
+    return dataclasses.replace(loss, options=options)
 
 
 @dataclass(frozen=True)
@@ -437,7 +249,7 @@ class ColumnChunks:
 
     def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        hidden, weight, _, labels = operands
+        hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
         dtype = operand_dtype(hidden, weight)
 
@@ -447,7 +259,8 @@ class ColumnChunks:
 
             def add_columns(start: Any, width: int, state: Any) -> Any:
                 row_max, total, at_label, plain = state
-                z = self._logits(x, operands, start, width)
+                columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
+                z = self._logits(x, columns, bias, start)
                 new_max = jnp.maximum(row_max, z.max(-1))
                 # A row of -inf so far has no exponent to shift by.
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
@@ -460,14 +273,11 @@ class ColumnChunks:
             row_max, total, at_label, plain = for_each_chunk(
                 vocab, self.columns, add_columns, state
             )
-            log = jnp.log(total)
-            lse = row_max + log
+            lse, low = two_sum(row_max, jnp.log(total))
             # A row of -inf alone is no row, and neither is one with +inf.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
-            # The error of a sum, whichever term is larger.
-            is_larger = jnp.abs(row_max) >= jnp.abs(log)
-            low = jnp.where(is_larger, (row_max - lse) + log, (log - lse) + row_max)
-            return put_rows(outputs, self._outputs(vocab, y, lse, low, at_label, plain), first)
+            sums = lse, low, at_label, plain
+            return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
 
         outputs = (zeros(labels),) * 4
         found: tuple[jax.Array, ...]
@@ -482,119 +292,102 @@ class ColumnChunks:
         """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
         hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
-        per_token = (labels, *saved, *cotangents)
-        dweight = zeros(weight, dtype=weight.dtype)
-        dbias = None if bias is None else zeros(bias, dtype=bias.dtype)
         dtype = operand_dtype(hidden, weight)
-        masked = masked_tokens(self.options, labels, *cotangents)
+        scalars = gradient_scalars(self.options, vocab, labels, saved, cotangents)
+        per_token = labels, saved[0], *scalars
+        # Whether sums of dhidden fit: each chunk's logits are there for all gradients then.
+        is_one = is_one_chunk(self.tokens, labels.shape[0])
 
-        def add_grad_hidden(total: Any, dz: Any, start: Any, width: int) -> jax.Array:
+        def make_dlogits(first: Any, count: int, start: Any, width: int) -> Any:
+            """Returns dlogits of a tile, its hidden states, and the columns of the weight."""
+            x, *rows = slice_rows(first, count, hidden, *per_token)
+            x = zero_rows(~rows[-1], x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
-            summed: jax.Array = total + self.gemms.grad_hidden(dz, columns, FLOAT32)
-            return summed
+            z = self._logits(x, columns, bias, start)
+            return self._dlogits(z, start, *rows), x, columns
 
-        def dlogits(x: Any, rows: Any, start: Any, width: int) -> jax.Array:
-            y, lse, low, *given = rows
-            z = self._logits(x, operands, start, width)
-            return self._dlogits(vocab, z, y, (lse, low), given, start)
+        def for_weight(start: Any, width: int, carry: Any) -> Any:
+            """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""
 
-        def put_columns(gradients: Any, dweight: Any, dbias: Any, start: Any) -> Any:
-            whole, bias_or_none = gradients
-            if bias_or_none is not None:
-                (bias_or_none,) = put_rows((bias_or_none,), (dbias,), start)
-            return self.gemms.put_columns(whole, dweight, start), bias_or_none
+            def add(first: Any, count: int, carry: Any) -> Any:
+                dhidden, dweight, dbias = carry
+                dz, x, columns = make_dlogits(first, count, start, width)
+                if is_one:
+                    dhidden += self.gemms.grad_hidden(dz, columns, FLOAT32)
+                dweight += self.gemms.grad_weight(dz, x, FLOAT32)
+                return dhidden, dweight, dbias + dz.sum(0, dtype=jnp.float32)
 
-        if is_one_chunk(self.tokens, labels.shape[0]):
-            # Logits of masked tokens matter no more.
-            x = zero_rows(masked, hidden).astype(dtype)
-
-            def at_once(start: Any, width: int, sums: Any) -> Any:
-                total, gradients = sums
-                dz = dlogits(x, per_token, start, width)
-                total = add_grad_hidden(total, dz, start, width)
-                made = self.gemms.grad_weight(dz, x, FLOAT32)
-                return total, put_columns(gradients, made, dz.sum(0, dtype=jnp.float32), start)
-
-            sums = (zeros(hidden), (dweight, dbias))
-            total, (dweight, dbias) = for_each_chunk(vocab, self.columns, at_once, sums)
-            return zero_rows(masked, total).astype(hidden.dtype), dweight, dbias
+            dhidden, dweight, dbias = carry
+            columns = self.gemms.slice_columns(weight, start, width)
+            sums = dhidden, zeros(columns), zeros(columns, (width,))
+            dhidden, some, bias_sums = for_each_chunk(labels.shape[0], self.tokens, add, sums)
+            if dbias is not None:
+                (dbias,) = put_rows((dbias,), (bias_sums,), start)
+            return dhidden, self.gemms.put_columns(dweight, some, start), dbias
 
         def for_hidden(first: Any, count: int, outputs: Any) -> Any:
-            x, is_masked, *rows = slice_rows(first, count, hidden, masked, *per_token)
-            x = x.astype(dtype)
+            def add(start: Any, width: int, total: jax.Array) -> jax.Array:
+                dz, _, columns = make_dlogits(first, count, start, width)
+                return total + self.gemms.grad_hidden(dz, columns, FLOAT32)
 
-            def add(start: Any, width: int, total: Any) -> Any:
-                return add_grad_hidden(total, dlogits(x, rows, start, width), start, width)
+            total = zeros(hidden, (count, hidden.shape[1]))
+            return put_rows(outputs, (for_each_chunk(vocab, self.columns, add, total),), first)
 
-            total = for_each_chunk(vocab, self.columns, add, zeros(x))
-            return put_rows(outputs, (zero_rows(is_masked, total),), first)
+        dhidden = zeros(hidden, dtype=FLOAT32 if is_one else hidden.dtype)
+        if not is_one:
+            (dhidden,) = for_each_chunk(labels.shape[0], self.tokens, for_hidden, (dhidden,))
+        dbias = None if bias is None else zeros(bias, dtype=bias.dtype)
+        carry = dhidden, zeros(weight, dtype=weight.dtype), dbias
+        dhidden, dweight, dbias = for_each_chunk(vocab, self.columns, for_weight, carry)
+        return zero_rows(~scalars[-1], dhidden).astype(hidden.dtype), dweight, dbias
 
-        def for_weight(start: Any, width: int, gradients: Any) -> Any:
-            def add(first: Any, count: int, totals: Any) -> Any:
-                x, is_masked, *rows = slice_rows(first, count, hidden, masked, *per_token)
-                x = zero_rows(is_masked, x).astype(dtype)
-                dz = dlogits(x, rows, start, width)
-                dweight, dbias = totals
-                dweight += self.gemms.grad_weight(dz, x, FLOAT32)
-                return dweight, dbias + dz.sum(0, dtype=jnp.float32)
-
-            columns = self.gemms.slice_columns(weight, start, width)
-            totals = (zeros(columns), zeros(columns, (width,)))
-            made, bias_sums = for_each_chunk(labels.shape[0], self.tokens, add, totals)
-            return put_columns(gradients, made, bias_sums, start)
-
-        outputs = (zeros(hidden, dtype=hidden.dtype),)
-        (dhidden,) = for_each_chunk(labels.shape[0], self.tokens, for_hidden, outputs)
-        dweight, dbias = for_each_chunk(vocab, self.columns, for_weight, (dweight, dbias))
-        return dhidden, dweight, dbias
-
-    def _logits(self, x: jax.Array, operands: Operands, start: Any, width: int) -> jax.Array:
+    def _logits(self, x: jax.Array, columns: jax.Array, bias: Bias, start: Any) -> jax.Array:
         """Returns logits of columns from `start` on, in f32, after softcap and temperature."""
-        _, weight, bias, _ = operands
-        columns = self.gemms.slice_columns(weight, start, width).astype(x.dtype)
+        width = columns.shape[self.gemms.vocab_axis]
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
 
-    def _outputs(
-        self, vocab: int, labels: Any, lse: Any, low: Any, at_label: Any, plain: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Loss, logps, lse and lse_low of whole rows, as the contract has them."""
-        ignored, valid = self._special(vocab, labels)
-        smoothing = self.options.label_smoothing
-        logps = (at_label - lse) - low
-        loss = (1 - smoothing) * -logps + self.options.z_loss * lse**2
-        if smoothing:
-            loss += smoothing * ((lse - plain / vocab) + low)
-        return jnp.where(ignored, 0, loss * valid), jnp.where(ignored, 0, logps * valid), lse, low
-
     def _dlogits(
-        self, vocab: int, z: jax.Array, labels: Any, saved: Any, cotangents: Any, start: Any
+        self,
+        z: jax.Array,
+        start: Any,
+        labels: jax.Array,
+        lse: jax.Array,
+        p_factor: jax.Array,
+        at_label: jax.Array,
+        even: jax.Array,
+        active: jax.Array,
     ) -> jax.Array:
-        """The gradient of a chunk of logits, in f32."""
-        (lse, low), (g, h, k) = saved, cotangents
-        ignored, valid = self._special(vocab, labels)
-        masked = ignored | ((g == 0) & (h == 0) & (k == 0))
-        smoothing = self.options.label_smoothing
-        p_factor = (g * (1 + 2 * self.options.z_loss * lse) - h + k) * valid * jnp.exp(-low)
-        at_label = (h - g * (1 - smoothing)) * valid
+        """Returns the gradient of logits of columns from `start` on, in f32."""
         dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
         dz += jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
-        dz -= (g * smoothing / vocab)[:, None]
+        dz -= even[:, None]
         if self.options.softcap is not None or self.options.temperature != 1:
             dz *= self.options.slope(z)
         # A masked entry has none, and a row that is no row has NaN everywhere.
         dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
-        return jnp.where(masked[:, None], 0, dz)
-
-    def _special(self, vocab: int, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns which tokens are ignored, and 1, or NaN for labels that are out of range."""
-        ignored = is_ignored(self.options, labels)
-        return ignored, jnp.where((labels >= 0) & (labels < vocab) | ignored, 1, jnp.nan)
+        return jnp.where(active[:, None], dz, 0)
 
 
 def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
     column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
     return column + jnp.asarray(start, labels.dtype) == labels[:, None]
+
+
+def gradient_scalars(
+    options: Options, vocab: int, labels: jax.Array, saved: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns a, b, e, each [N] in f32, of dlogits = a exp(z - lse) + b [v = y] - e.
+
+    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse). The last result is which
+    tokens have a gradient.
+    """
+    lse, low = saved
+    g, h, k = mask_cotangents(options, vocab, labels, *cotangents)
+    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
+    at_label = h - g * (1 - options.label_smoothing)
+    even = g * (options.label_smoothing / vocab)
+    return p_factor, at_label, even, (g != 0) | (h != 0) | (k != 0)
 
 
 def run_two_passes(
@@ -626,27 +419,6 @@ def run_padded(
     return tuple(crop(one) if isinstance(one, tuple) else one[:count] for one in found)
 
 
-def pad_tokens(chunk: int, *arrays: Any) -> list[Any]:
-    """Returns arrays [N, ..], and None, with zeros for tokens that fill the last chunk."""
-
-    def fill(x: jax.Array) -> jax.Array:
-        count = x.shape[0]
-        # As JAX knows a symbolic one for a multiple of the chunk.
-        whole = chunk * ((count + chunk - 1) // chunk)
-        return jnp.pad(x, [(0, whole - count), *[(0, 0)] * (x.ndim - 1)])
-
-    filled: list[Any] = jax.tree.map(fill, list(arrays))
-    return filled
-
-
-def scale_gradients(gradients: Gradients, dloss: jax.Array) -> Gradients:
-    """Returns gradients times the cotangent of their loss, a product in f32; XLA leaves 1 out."""
-    found: Gradients = jax.tree.map(
-        lambda one: (one.astype(jnp.float32) * dloss).astype(one.dtype), gradients
-    )
-    return found
-
-
 def dense_logits(gemms: Gemms, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns all logits [N, V] in f32, and their probe [N], as `reference.with_probe` does.
 
@@ -676,17 +448,11 @@ def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, An
 def _dense_logits_tangent(
     gemms: Gemms, arrays: Any, tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
-    hidden, weight, _ = arrays
-    hidden_tangent, weight_tangent, bias_tangent = tangents
-    terms = []
-    if hidden_tangent is not None:
-        terms.append(gemms.logits(*as_gemm_operands(hidden_tangent, weight), None))
-    if weight_tangent is not None:
-        terms.append(gemms.logits(*as_gemm_operands(hidden, weight_tangent), None))
-    if bias_tangent is not None:
-        terms.append(bias_tangent.astype(jnp.float32)[None])
-    shape = len(hidden), weight.shape[gemms.vocab_axis]
-    total = jnp.broadcast_to(sum(terms[1:], terms[0]), shape)
+    def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
+        return gemms.logits(*as_gemm_operands(hidden, weight), bias)
+
+    total = linear.tangents_of(logits, arrays, tangents)
+    # The probe's own is not read.
     return total, total.sum(-1)
 
 

@@ -1,13 +1,13 @@
-"""The two derivative rules: of outputs per token, and of a reduced loss with auxiliary outputs.
+"""The two derivative rules: per token, and of a reduced loss with auxiliary outputs.
 
-Both take operands that are whole, and those of a vocabulary shard, which a device has. Of a shard,
-devices exchange a few numbers a token, of which the whole vocabulary's outputs are made
-(`vocab_shards` has the formulas). Auxiliary outputs (entropy, top-1 match, log-probabilities of
-given columns) are made of logits that a chunk of tokens has at a time.
+Operands hold the whole vocabulary or one vocabulary shard. A whole vocabulary is its only shard:
+there is one path, in which shards exchange a few scalars a token (`vocab_shards` has the formulas)
+and the only shard exchanges nothing. Auxiliary outputs are entropy, top-1 match and
+log-probabilities of given columns, computed from the logits of one chunk of tokens at a time.
 
-Per token, the backward pass recomputes logits, but for those that the forward pass saved. Where the
-reduction is inside, the forward pass makes gradients too. With auxiliary outputs it does so if
-nothing but the loss is differentiated, which is known once a program's dead code is gone.
+Per token, the backward pass recomputes logits, except those that the forward pass saved. With a
+reduction, the forward pass computes gradients too. With auxiliary outputs it does so if only the
+loss is differentiated, which is known when dead code has been removed from the program.
 """
 
 import dataclasses
@@ -21,45 +21,23 @@ import jax.numpy as jnp
 
 from .. import linear
 from ..bound import Bound
+from ..chunk_loops import make_alike
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
 from ..deferred import bind_deferred, make_primitive
+from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, scale_gradients
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options
 from ..losses.reduction import countable, weighted
-from ..losses.vocab_shards import (
-    WHOLE,
-    Labels,
-    OverDevices,
-    ShardOutputs,
-    shard_labels,
-    shard_options,
-)
-from .chunks import (
-    FLOAT32,
-    Bias,
-    Gemms,
-    Gradients,
-    Operands,
-    TokenChunks,
-    as_gemm_operands,
-    dense_logits,
-    for_each_chunk,
-    make_alike,
-    masked_tokens,
-    put_rows,
-    scale_gradients,
-    slice_rows,
-    write_in_place,
-    zeros,
-)
+from ..losses.vocab_shards import WHOLE, Labels, OverDevices, shard_labels
+from .chunks import Gradients, Operands, TokenChunks, dense_logits
 from .declaration import OPERATION
 from .plan import Plan
 from .schedule import (
     Schedule,
     call_cuda,
-    call_if_whole,
+    call_on,
     has_cuda_call,
 )
 
@@ -73,13 +51,13 @@ ROW_MAX_LOGITS = 1 << 20
 class LinearLoss:
     """How a loss is computed: everything but the arrays."""
 
-    # Of the whole vocabulary; those of `schedule` are a shard's where there is an `exchange`.
+    # Options of the whole vocabulary; `schedule` has those of a shard.
     options: Options
     gemms: Gemms
     # None for the dense program of XLA, and with auxiliary outputs.
     schedule: Schedule | None = None
-    # The collectives of vocabulary shards; None for operands that are whole.
-    exchange: OverDevices | None = None
+    # The collectives of vocabulary shards.
+    exchange: OverDevices = WHOLE
     is_dense: bool = False
     # Whether the forward pass makes gradients where the reduction is inside.
     is_fused: bool = False
@@ -93,28 +71,29 @@ class LinearLoss:
 
     @property
     def chunks(self) -> TokenChunks:
-        """The chunks of passes whose logits no schedule computes."""
-        options = shard_options(self.options, self.exchange or WHOLE)
-        return TokenChunks(options, self.gemms, self.chunk_tokens)
+        """The chunks of passes that no schedule runs."""
+        loss = dataclasses.replace(self.logits_loss, exchange=self.checked)
+        return TokenChunks(loss, self.gemms, self.chunk_tokens)
 
     @property
     def logits_loss(self) -> vocab_shards.Loss:
         """The loss of logits, for passes that have these."""
-        return vocab_shards.Loss(self.options, self.exchange or WHOLE, self.distribution)
+        return vocab_shards.Loss(self.options, self.exchange, self.distribution)
+
+    @property
+    def checked(self) -> OverDevices:
+        """The exchange for cotangents that are already summed over devices."""
+        return dataclasses.replace(self.exchange, is_checked=True)
 
     def has_outputs(self, columns: jax.Array | None) -> bool:
         """Whether there are auxiliary outputs."""
         return self.distribution or columns is not None
 
-    def local(self, operands: Operands, columns: jax.Array | None) -> tuple[Any, Any, Any]:
-        """Returns operands, columns and labels as a shard numbers them; as they are if whole."""
-        if self.exchange is None:
-            return operands, columns, None
+    def local(self, operands: Operands) -> tuple[Operands, Labels]:
+        """Returns operands with labels as a shard numbers them, varying alike; and the labels."""
         width = operands.weight.shape[self.gemms.vocab_axis]
         labels = shard_labels(self.options, self.exchange, operands.labels, width)
-        if columns is not None:
-            columns = columns - (self.exchange.index() * width).astype(columns.dtype)
-        return operands._replace(labels=labels.given), columns, labels
+        return operands._replace(labels=labels.given).varying_alike(), labels
 
 
 class Saved(NamedTuple):
@@ -122,11 +101,11 @@ class Saved(NamedTuple):
 
     lse: jax.Array
     lse_low: jax.Array
+    # Which tokens have no logits but -inf in a shard.
+    is_empty: jax.Array | None = None
     entropy: jax.Array | None = None
     # The columns' logits, as they go into the softmax.
     picked: jax.Array | None = None
-    # Which tokens have no logits but -inf in a shard.
-    is_empty: jax.Array | None = None
     # What `Schedule.forward_saving_logits` leaves.
     logits: Any = ()
 
@@ -134,8 +113,7 @@ class Saved(NamedTuple):
 def per_token(loss: LinearLoss, requested: Request, operands: Operands) -> TokenOutputs:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
 
-    `weight` and `bias` are a device's where its loss has an `exchange`; labels and columns are
-    those of the whole vocabulary.
+    `weight` and `bias` are those of a shard; labels and columns are those of the whole vocabulary.
     """
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
@@ -156,38 +134,23 @@ def reduced(
     if not loss.is_fused:
         found = per_token(loss, requested, operands)
         return found._replace(loss=weighted(found.loss, factors).sum())
-    columns = requested.columns
-    if loss.exchange is None:
-        *arrays, columns, factors = make_alike(*operands, columns, factors)
-        operands = Operands(*arrays)
-    else:
-        operands, columns = _alike(loss, operands, columns)
+    operands, columns, factors = _alike(loss, operands, requested.columns, factors)
     total, *others = _reduced(loss, operands, columns, factors)
     outputs = total, total, *others
     return aux_outputs.collect(loss.options, requested, operands.labels, outputs)
 
 
-def _alike(
-    loss: LinearLoss, operands: Operands, columns: jax.Array | None
-) -> tuple[Operands, jax.Array | None]:
-    """Returns arrays that vary alike within `shard_map`.
+def _alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
+    """Returns arrays that vary over the same mesh axes within `shard_map`.
 
-    Labels and columns stay as they are where there is an exchange: its results are the same on all
-    devices.
+    Labels and other arrays of tokens stay as they are if there are shards: the exchanged outputs
+    are the same on all devices.
     """
-    if loss.exchange is None:
-        *arrays, columns = make_alike(*operands, columns)
-        return Operands(*arrays), columns
-    local, *_ = loss.local(operands, None)
-    return local.varying_alike()._replace(labels=operands.labels), columns
-
-
-def dense_outputs(
-    loss: LinearLoss, operands: Operands, columns: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Returns loss, logps, lse, entropy and the columns' logits by the dense program."""
-    z, probe = dense_logits(loss.gemms, operands)
-    return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
+    if loss.exchange.is_whole:
+        arrays = make_alike(*operands, *per_token)
+        return [Operands(*arrays[:4]), *arrays[4:]]
+    local, _ = loss.local(operands)
+    return [local._replace(labels=operands.labels), *per_token]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -212,31 +175,19 @@ def forward(
     loss: LinearLoss, operands: Operands, columns: jax.Array | None, *, is_differentiated: bool
 ) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns loss, logps, lse, entropy, the columns' logits and correct, and the residuals."""
-    run = _call
-    if is_differentiated:
-        run = partial(linear.whole, OPERATION)
-    local, local_columns, labels = loss.local(operands, columns)
-    if loss.exchange is not None:
-        if loss.has_outputs(columns):
-            arrays = make_alike(*local, local_columns)
-            found = run(partial(_shard_outputs, loss), Operands(*arrays[:4]), arrays[4])
-            width = operands.weight.shape[loss.gemms.vocab_axis]
-            given = loss.logits_loss, width, operands.labels, labels, columns, found
-            outputs, (lse, lse_low, is_empty, entropy, picked) = kernels.merge_shards(*given)
-            return outputs, Saved(lse, lse_low, entropy, picked, is_empty)
-        local = local.varying_alike()
-        *shard, logits = run(partial(_shard_forward, loss, is_differentiated), local)
-        *outputs, lse_low = vocab_shards.merge_losses(loss.options, loss.exchange, labels, shard)
-        is_empty = shard[2] == -jnp.inf
-        return tuple(outputs), Saved(outputs[2], lse_low, is_empty=is_empty, logits=logits)
+    run = partial(linear.whole, OPERATION) if is_differentiated else _call
     if loss.has_outputs(columns):
-        outputs, lse_low = run(partial(_whole_outputs, loss), operands, columns)
-        entropy = outputs[3] if loss.distribution else None
-        picked = None if columns is None else outputs[4 if loss.distribution else 3]
-        return outputs, Saved(outputs[2], lse_low, entropy, picked)
-    found = run(partial(_run_schedule, loss, is_differentiated), operands)
-    *outputs, lse_low, logits = found
-    return tuple(outputs), Saved(outputs[2], lse_low, logits=logits)
+        shard = run(loss.chunks.read_shard, operands, columns)
+        width = operands.weight.shape[loss.gemms.vocab_axis]
+        outputs, saved = kernels.merge_shards(
+            loss.logits_loss, width, operands.labels, columns, shard
+        )
+        return outputs, Saved(*saved)
+    local, labels = loss.local(operands)
+    *own, logits = run(partial(_run_schedule, loss, is_differentiated), local)
+    outputs = vocab_shards.merge_losses(loss.options, loss.exchange, labels, own)
+    is_empty = None if loss.exchange.is_whole else own[2] == -jnp.inf
+    return outputs[:3], Saved(*outputs[2:], is_empty, logits=logits)
 
 
 def _call(function: Callable[..., Any], *arrays: Any) -> Any:
@@ -246,68 +197,33 @@ def _call(function: Callable[..., Any], *arrays: Any) -> Any:
 def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands) -> tuple[Any, ...]:
     """Returns loss, logps, lse and lse_low, and the logits that are saved for a backward pass."""
     assert loss.schedule is not None
+    logits: Any = ()
     if is_differentiated:
-        return loss.schedule.forward_saving_logits(operands)
-    return *loss.schedule.forward(operands), ()
-
-
-def _whole_outputs(loss: LinearLoss, operands: Operands, columns: jax.Array | None) -> Any:
-    """Returns `TokenChunks.forward_with_outputs` of whole operands."""
-    return loss.chunks.forward_with_outputs(operands, columns, distribution=loss.distribution)
-
-
-def _shard_outputs(loss: LinearLoss, operands: Operands, columns: jax.Array | None) -> Any:
-    """Returns what a shard's logits say of each token; labels and columns are the shard's."""
-    labels = operands.labels
-    number = zeros(labels)
-    like = ShardOutputs(*(number,) * 4)
-    if loss.distribution:
-        argmax = zeros(labels, dtype=jnp.int32)
-        like = like._replace(entropy=number, highest=number, argmax=argmax)
-    if columns is not None:
-        like = like._replace(picked=zeros(columns))
-    results, tree = jax.tree.flatten(like)
-
-    def run_chunk(z: jax.Array, y: jax.Array, *c: jax.Array) -> Any:
-        shard = kernels.read_shard(loss.logits_loss, z, y, c[0] if c else None)
-        return jax.tree.leaves(shard)
-
-    per_token = [labels] if columns is None else [labels, columns]
-    found = loss.chunks.map_logits(run_chunk, operands, tuple(results), *per_token)
-    return jax.tree.unflatten(tree, found)
-
-
-def _shard_forward(
-    loss: LinearLoss, is_differentiated: bool, operands: Operands
-) -> tuple[Any, ...]:
-    """Returns loss, logps, lse and lse_low of a shard, and the logits that are saved."""
-    *outputs, lse, lse_low, logits = _run_schedule(loss, is_differentiated, operands)
-
-    def row_max() -> jax.Array:
-        hidden, weight, bias, labels = operands
-        x, w = as_gemm_operands(hidden, weight)
-        chunk = max(ROW_MAX_LOGITS // weight.shape[loss.gemms.vocab_axis], 1)
-
-        def body(first: Any, count: int, found: Any) -> Any:
-            (rows,) = slice_rows(first, count, x)
-            return put_rows(found, [loss.gemms.logits(rows, w, bias).max(-1)], first)
-
-        (found,) = for_each_chunk(len(labels), chunk, body, (zeros(labels),))
-        largest: jax.Array = found
-        return largest
-
-    if loss.options.softcap is None:
-        lse = vocab_shards.mark_empty(lse, row_max)
+        *outputs, lse, lse_low, logits = loss.schedule.forward_saving_logits(operands)
+    else:
+        *outputs, lse, lse_low = loss.schedule.forward(operands)
+    if not loss.exchange.is_whole and loss.options.softcap is None:
+        lse = vocab_shards.mark_empty(lse, lambda: _find_row_max(loss, operands))
     return *outputs, lse, lse_low, logits
 
 
+def _find_row_max(loss: LinearLoss, operands: Operands) -> jax.Array:
+    """Returns the largest logit [N] of each token."""
+    chunk = max(ROW_MAX_LOGITS // operands.weight.shape[loss.gemms.vocab_axis], 1)
+    chunks = dataclasses.replace(loss.chunks, tokens=chunk)
+    row_max: jax.Array
+    (row_max,), _ = chunks.map_logits(lambda z: [z.max(-1)], operands)
+    return row_max
+
+
 def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
+    """Returns tangents of loss, logps, lse, entropy and the columns' logits, by dense logits."""
     operands, columns, _ = residuals
 
-    def dense(*arrays: Any) -> Any:
-        hidden, weight, bias = arrays
+    def dense(hidden: Any, weight: Any, bias: Any) -> Any:
         given = Operands(hidden, weight, bias, operands.labels)
-        return dense_outputs(loss, given, columns)
+        z, probe = dense_logits(loss.gemms, given)
+        return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
 
     return linear.tangents_of(dense, operands[:3], tangents)
 
@@ -319,33 +235,27 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
     over devices.
     """
     operands, columns, saved = residuals
-    first, others = list(cotangents[:3]), list(cotangents[3:])
-    if loss.exchange is not None or not loss.has_outputs(columns):
-        first = [jnp.zeros_like(saved.lse) if one is None else one for one in first]
-    local, local_columns, labels = loss.local(operands, columns)
-    if loss.exchange is not None:
-        given = loss.options, loss.exchange, labels, saved.lse, saved.is_empty, first
-        first = [*vocab_shards.shard_cotangents(*given)]
-        others = [None if one is None else loss.exchange.cotangent(one) for one in others]
-        if loss.distribution and others[0] is not None:
-            others[0] = jnp.where(saved.is_empty, 0, others[0])
-        # Loops want what they carry to vary as what they make does.
-        flat, tree = jax.tree.flatten((local, local_columns, saved, first, others))
-        alike = jax.tree.unflatten(tree, make_alike(*flat))
-        local, local_columns, saved, first, others = alike
-    lse, lse_low, entropy, picked, _, logits = saved
-    if not loss.has_outputs(columns):
-        assert loss.schedule is not None
-        run: Callable[..., Gradients] = loss.schedule.backward_with_logits
-        arrays: tuple[Any, ...] = local, (lse, lse_low), tuple(first), logits
-    else:
-        run = partial(loss.chunks.backward_with_outputs, distribution=loss.distribution)
+    cotangents = [None if one is None else loss.exchange.cotangent(one) for one in cotangents]
+    if loss.has_outputs(columns):
         # What has no cotangent need not be kept.
-        needed = iter(others)
+        needed = iter(cotangents[3:])
         entropy, picked = (
-            None if one is None or next(needed) is None else one for one in (entropy, picked)
+            None if one is None or next(needed) is None else one
+            for one in (saved.entropy, saved.picked)
         )
-        arrays = local, local_columns, (lse, lse_low, entropy, picked), (*first, *others)
+        kept = *saved[:3], entropy, picked
+        run: Callable[..., Gradients] = loss.chunks.backward
+        arrays: Any = (operands, kept, tuple(cotangents), columns)
+    else:
+        assert loss.schedule is not None
+        given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
+        local, labels = loss.local(operands)
+        shard = labels, saved.lse, saved.is_empty, given
+        given_shard = vocab_shards.shard_cotangents(loss.options, loss.checked, *shard)
+        # A loop's carry must vary over the same mesh axes before and after a step.
+        flat, tree = jax.tree.flatten((local, saved[:2], given_shard, saved.logits))
+        run = loss.schedule.backward_with_logits
+        arrays = jax.tree.unflatten(tree, make_alike(*flat))
     gradients: Gradients = linear.whole(OPERATION, run, *arrays)
     return gradients
 
@@ -369,7 +279,8 @@ def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, An
     floats = [weighted(losses, factors).sum(), saved.lse]
     floats += [one for one in (saved.entropy, saved.picked) if one is not None]
     # A cotangent of an output beside the loss, which is rare, takes the pass per token.
-    needs_operands = loss.options.every_token or loss.has_outputs(columns) or loss.exchange
+    is_shard = not loss.exchange.is_whole
+    needs_operands = loss.options.every_token or loss.has_outputs(columns) or is_shard
     recompute = (operands, columns, factors, saved) if needs_operands else None
     counted = countable(losses, factors) if needs_losses else None
     residuals = gradients, counted, floats[1:], recompute
@@ -381,18 +292,14 @@ def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, An
 
 def _reduced_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
     gradients, losses, others, recompute = residuals
-    *moving, _ = tangents
-    if loss.exchange is not None:
-        operands, columns, factors, _ = recompute
-
-        def dense(hidden: Any, weight: Any, bias: Any, factors: Any) -> Any:
-            given = Operands(hidden, weight, bias, operands.labels)
-            losses, _, *others = dense_outputs(loss, given, columns)
-            return weighted(losses, factors).sum(), *others
-
-        return linear.tangents_of(dense, (*operands[:3], factors), tangents)
-    loss_tangent = linear.along((*gradients, losses), tangents)
-    if recompute is None or all(one is None for one in moving):
+    *moving, factors_tangent = tangents
+    has_moving = any(one is not None for one in moving)
+    terms = [] if factors_tangent is None else [linear.along([losses], [factors_tangent])]
+    if has_moving:
+        # Shards have gradients of their own columns, and shares of dhidden.
+        terms += loss.exchange.sum(linear.along(gradients, moving))
+    loss_tangent = sum(terms[1:], terms[0])
+    if recompute is None or not has_moving:
         return loss_tangent, *map(jnp.zeros_like, others)
     operands, columns, _, saved = recompute
     _, _, *found = _per_token_tangents(loss, (operands, columns, saved), moving)
@@ -405,8 +312,7 @@ def _reduced_vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> tuple[Any
         dloss = jnp.zeros((), lse.dtype)
     dfactors = None if losses is None else dloss * losses
     if all(one is None for one in others):
-        share = dloss if loss.exchange is None else loss.exchange.cotangent(dloss)
-        return *scale_gradients(gradients, share), dfactors
+        return *scale_gradients(gradients, loss.exchange.cotangent(dloss)), dfactors
     operands, columns, factors, saved = recompute
     given = (dloss * factors, None, *others)
     return *vjp(loss, (operands, columns, saved), given), dfactors
@@ -424,71 +330,27 @@ def _fused(
 
     `needs_losses` is whether losses of tokens whose factor is 0 are read too.
     """
-    if loss.exchange is not None:
-        losses, saved, gradients = linear.whole(
-            OPERATION, partial(_shard_fused, loss), operands, factors
-        )
-        return losses, saved, [], gradients
     if not loss.has_outputs(columns):
-        assert loss.schedule is not None
-        run = partial(loss.schedule.fused, needs_losses=needs_losses)
-        losses, lse, lse_low, gradients = linear.whole(OPERATION, run, operands, factors)
-        return losses, Saved(lse, lse_low), [], gradients
+        run: Callable[..., Any] = loss.chunks.fused
+        if loss.exchange.is_whole:
+            assert loss.schedule is not None
+            run = partial(loss.schedule.fused, needs_losses=needs_losses)
+        losses, *saved, gradients = linear.whole(OPERATION, run, operands, factors)
+        return losses, Saved(*saved), [], gradients
     default = Bound(_fused_outputs, loss)
-    found = bind_deferred(_fused_pass, default, operands, columns, factors, loss=loss)
+    found = bind_deferred(_fused_pass, default, operands, factors, columns, loss=loss)
     losses, lse, lse_low, *others, gradients = found
     entropy = others.pop(0) if loss.distribution else None
     picked = None if columns is None else others.pop(0)
-    return losses, Saved(lse, lse_low, entropy, picked), others, gradients
-
-
-def _shard_fused(
-    loss: LinearLoss, operands: Operands, factors: jax.Array
-) -> tuple[jax.Array, Saved, Gradients]:
-    """Returns losses, residuals, and gradients for the losses' `factors`, of a shard.
-
-    Devices exchange numbers of a chunk of tokens, whose logits are there for their gradient.
-    """
-    assert loss.exchange is not None
-    exchange, chunks = dataclasses.replace(loss.exchange, is_checked=True), loss.chunks
-    local, _, labels = loss.local(operands, None)
-
-    def run_chunk(z: jax.Array, g: jax.Array, *rows: jax.Array) -> Any:
-        own = Labels(*rows)
-        *shard, lse, low = kernels.forward(chunks.options, z, own.given)
-        if loss.options.softcap is None:
-            lse = vocab_shards.mark_empty(lse, lambda: z.max(-1))
-        is_empty = lse == -jnp.inf
-        outputs = vocab_shards.merge_losses(loss.options, exchange, own, (*shard, lse, low))
-        losses, _, lse, low = outputs
-        given = g, jnp.zeros_like(g), jnp.zeros_like(g)
-        given = vocab_shards.shard_cotangents(loss.options, exchange, own, lse, is_empty, given)
-        at, beside, g, h, k, _ = make_alike(lse, low, *given, z)
-        options = write_in_place(chunks.options)
-        dlogits = kernels.backward(options, z, own.given, (at, beside), (g, h, k))
-        return losses, lse, low, is_empty, dlogits
-
-    masked = masked_tokens(loss.options, operands.labels, factors)
-    results = (*[zeros(operands.labels)] * 3, zeros(labels.given, dtype=bool))
-    found, gradients = chunks.map_gradients(run_chunk, local, masked, results, factors, *labels)
-    losses, lse, lse_low, is_empty = found
-    return losses, Saved(lse, lse_low, is_empty=is_empty), gradients
+    return losses, Saved(lse, lse_low, None, entropy, picked), others, gradients
 
 
 def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:
-    """Returns `TokenChunks.fused_with_outputs` of operands, columns and factors."""
-    by_chunks = Bound(_fused_by_chunks, loss)
+    """Returns `TokenChunks.fused` of operands, factors and columns."""
+    by_chunks = Bound(TokenChunks.fused, loss.chunks)
     if loss.cuda is None or not has_cuda_call(_cuda_call(loss)):
         return by_chunks(*arrays)
-    call = Bound(call_if_whole, Bound(_fused_on_cuda, loss, loss.cuda), by_chunks)
-    return jax.lax.platform_dependent(*arrays, cuda=call, default=by_chunks)
-
-
-def _fused_by_chunks(
-    loss: LinearLoss, operands: Operands, columns: jax.Array | None, factors: jax.Array
-) -> Any:
-    given = operands, factors, columns
-    return loss.chunks.fused_with_outputs(*given, distribution=loss.distribution)
+    return call_on("cuda", Bound(_fused_on_cuda, loss, loss.cuda), by_chunks, *arrays)
 
 
 def _cuda_call(loss: LinearLoss) -> str:
@@ -496,7 +358,7 @@ def _cuda_call(loss: LinearLoss) -> str:
 
 
 def _fused_on_cuda(
-    loss: LinearLoss, plan: Plan, operands: Operands, columns: jax.Array | None, factors: jax.Array
+    loss: LinearLoss, plan: Plan, operands: Operands, factors: jax.Array, columns: jax.Array | None
 ) -> Any:
     """Returns what `_fused_outputs` does, by one call of the library's.
 
@@ -524,15 +386,13 @@ def gather_column_logits(
     x, w = as_gemm_operands(hidden, weight)
     here, at = aux_outputs.find_columns(columns, 0, len(w))
 
-    def body(first: Any, count: int, z: jax.Array) -> jax.Array:
-        x_rows, at_rows = slice_rows(first, count, x, at)
-        found = (x_rows[:, None].astype(FLOAT32) * w[at_rows].astype(FLOAT32)).sum(-1)
-        (z,) = put_rows((z,), (found,), first)
+    def one_token(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_row, at_row = row
+        z: jax.Array = (x_row[None].astype(FLOAT32) * w[at_row].astype(FLOAT32)).sum(-1)
         return z
 
     chunk = GATHERED_BYTES // (columns.shape[-1] * w.shape[1] * w.dtype.itemsize)
-    chunk = min(max(chunk, 1), max(len(x), 1))
-    z = for_each_chunk(len(x), chunk, body, zeros(columns))
+    z = jax.lax.map(one_token, (x, at), batch_size=max(min(chunk, len(x)), 1))
     z = options.mapped(z if bias is None else z + bias.astype(FLOAT32)[at])
     return jnp.where(here, z, jnp.nan)
 
@@ -546,10 +406,10 @@ def _choose_fused_pass(
     return (ctx, partial(_forward_only, loss)) if max(keep) < count else None
 
 
-def _forward_only(loss: LinearLoss, operands: Operands, columns: Any, _: jax.Array) -> Any:
+def _forward_only(loss: LinearLoss, operands: Operands, _: jax.Array, columns: Any) -> Any:
     """Returns what `_fused_outputs` does, but gradients: what takes these recomputes them."""
-    (losses, _, lse, *others), lse_low = _whole_outputs(loss, operands, columns)
-    return losses, lse, lse_low, *others
+    (losses, _, lse, *others), saved = forward(loss, operands, columns, is_differentiated=False)
+    return losses, lse, saved.lse_low, *others
 
 
 _fused_pass = make_primitive(

@@ -1,7 +1,7 @@
 """Programs of linear cross-entropy for tools that run no Python."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,18 +14,8 @@ from .plan import Plan
 PLATFORMS = ("tpu", "cpu", "cuda")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a config says of hidden states and what they are multiplied with."""
-
-    hidden: int
-    bias: bool
-    vocab_axis: int
-    max_scratch_bytes: int | None
-
-
-def settings(config: Mapping[str, Any]) -> Settings:
-    """Returns what a config says beside what every operation has.
+def settings(config: Mapping[str, Any]) -> SimpleNamespace:
+    """Returns what a config says of hidden states and what they are multiplied with.
 
     Raises:
         ConfigError: a key that is missing, or a value that is not taken.
@@ -36,7 +26,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
         raise ConfigError(
             f"vocab_axis is {vocab_axis!r}; it must be 0 for a weight [V, D] or 1 for [D, V]"
         )
-    return Settings(
+    return SimpleNamespace(
         hidden=config["hidden"],
         bias=bool(config.get("bias")),
         vocab_axis=vocab_axis,
@@ -53,7 +43,7 @@ def program(cell: Cell) -> Program:
     """
     cell, requested = take_requested(cell)
     reduction, options = make_keywords(cell)
-    settings: Settings = cell.settings
+    settings = cell.settings
     dtype = DTYPES[cell.dtype]
     weight = [cell.vocab, settings.hidden]
     shapes = [(cell.tokens, settings.hidden), tuple(weight[:: 1 - 2 * settings.vocab_axis])]
@@ -68,24 +58,17 @@ def program(cell: Cell) -> Program:
     options |= {**keywords, "implementation": "reference" if cell.is_dense else None}
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
-    def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
+    def run(function: Any, arrays: Sequence[Any], labels: Any, **more: Any) -> Any:
         hidden, weight, *bias = arrays
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            bias=bias[0] if bias else None,
-            weights=weights,
-            reduction=reduction,
-            **options,
-        )
+        more |= options
+        return function(hidden, weight, labels, bias=bias[0] if bias else None, **more)
+
+    def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
+        return run(linear_cross_entropy, arrays, labels, weights=weights, reduction=reduction)
 
     def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
-        hidden, weight, *bias = arrays
-        more = requested.keywords | options
-        return linear_cross_entropy_per_token(
-            hidden, weight, labels, bias=bias[0] if bias else None, columns=columns, **more
-        )
+        more = {"columns": columns, **requested.keywords}
+        return run(linear_cross_entropy_per_token, arrays, labels, **more)
 
     plan = None
     # `explain` plans no chunks of auxiliary outputs.
@@ -124,5 +107,5 @@ def tile(cell: Cell) -> dict[str, int | None]:
 def described(cell: Cell, program: Program) -> dict[str, Any]:
     """Returns the settings, the plan, and the bytes that kernels move."""
     plan = program.plan
-    found = {"linear": asdict(cell.settings), "plan": None if plan is None else str(plan)}
+    found = {"linear": vars(cell.settings), "plan": None if plan is None else str(plan)}
     return found | ({"moved": dict(plan.moved)} if plan is not None and plan.moved else {})

@@ -8,7 +8,7 @@ tokens and to dweight of one block. Where these sums do not fit, they are stream
 or, where HBM has no room either, each gradient has a kernel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
-from ..cross_entropy.pallas_tpu import cotangents_of, outputs_of
+from ..cross_entropy import reference
 from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
+from ..logits_gemms import as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..pallas import Target
-from .chunks import Bias, Gradients, Operands, as_gemm_operands, operand_dtype, run_two_passes
-from .plan import Plan, Problem, plan_kernels, without_kernels
+from .chunks import Gradients, Operands, gradient_scalars, run_two_passes
+from .plan import Plan, Problem, token_bytes, without_kernels
 
 SUBLANES = 8
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -46,7 +47,7 @@ SPARE = 4 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a problem."""
+    """The tiling of a kernel: the forward one, or one that makes gradients."""
 
     tokens: int
     hidden: int
@@ -61,8 +62,24 @@ class Tiles:
     rows: int
     columns: int
     part: int
+    # Which gradients it makes: of hidden, of the weight and bias.
+    makes_hidden: bool = False
+    makes_weight: bool = False
     # Whether sums of dhidden are in HBM, where one kernel makes both gradients.
     spills: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel."""
+        name = "backward" if self.makes_hidden or self.makes_weight else "forward"
+        if self.makes_hidden != self.makes_weight:
+            name += "_hidden" if self.makes_hidden else "_weight"
+        return f"xentile_linear_cross_entropy_{name}"
+
+    @property
+    def gemms(self) -> int:
+        """How many GEMMs it computes."""
+        return 1 + self.makes_hidden + self.makes_weight
 
     @property
     def blocks(self) -> int:
@@ -80,39 +97,38 @@ class Tiles:
         width = -(-self.hidden // LANES) * LANES
         return 4 * self.blocks * self.rows * width if self.spills else 0
 
-    def bytes_moved(self, *, makes_hidden: bool = False, makes_weight: bool = False) -> int:
-        """Bytes between HBM and VMEM of the forward kernel, or of one that makes such gradients.
-
-        A block that stays for several steps is copied once.
-        """
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes between HBM and VMEM. A block that stays for several steps is copied once."""
         row = self.hidden * int(np.dtype(self.dtype).itemsize)
         hidden, weight = self.tokens * row, self.vocab * row
         hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
-        gradients = makes_hidden * self.tokens * hidden_bytes
-        gradients = (gradients + makes_weight * self.vocab * weight_bytes) * self.hidden
-        if not makes_weight:
+        gradients = self.makes_hidden * self.tokens * hidden_bytes
+        gradients = (gradients + self.makes_weight * self.vocab * weight_bytes) * self.hidden
+        if not self.makes_weight:
             return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
         sums = 2 * (self.steps - 1) * self.spilled_bytes
         return (self.steps if self.blocks > 1 else 1) * hidden + weight + gradients + sums
 
-    def sums(self, *, makes_weight: bool) -> int:
+    @property
+    def sums(self) -> int:
         """Blocks of sums of dhidden in VMEM."""
-        if not makes_weight:
+        if not self.makes_weight:
             return 1
         return SLOTS if self.spills else self.blocks
 
-    def vmem_bytes(self, *, makes_hidden: bool, makes_weight: bool) -> int:
-        """Bytes of VMEM of the forward kernel, or of the one that makes such gradients."""
+    @property
+    def vmem_bytes(self) -> int:
+        """Bytes of VMEM."""
         width = -(-self.hidden // LANES) * LANES
         size = int(np.dtype(self.dtype).itemsize)
         hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
         across, down = self.rows * width, self.columns * width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
-        if makes_hidden:
-            total += self.sums(makes_weight=makes_weight) * 4 * across
-            total += 2 * hidden_bytes * across
-        if makes_weight:
+        if self.makes_hidden:
+            total += self.sums * 4 * across + 2 * hidden_bytes * across
+        if self.makes_weight:
             total += 4 * down + 2 * weight_bytes * down
         if self.bias:
             total += 2 * 4 * self.columns * LANES
@@ -165,30 +181,31 @@ def choose_tiles(
             -(-rows // LANES) * LANES,
             columns,
             PART if columns % PART == 0 else LANES,
+            makes_hidden,
+            makes_weight,
             spills,
         )
         if spills and tiles.blocks < SLOTS:
             continue
-        wanted = tiles.vmem_bytes(makes_hidden=makes_hidden, makes_weight=makes_weight)
-        if wanted <= target.vmem_bytes:
+        if tiles.vmem_bytes <= target.vmem_bytes:
             return tiles
     return None
 
 
-# Tiles and which gradients their kernel makes: of hidden, of the weight and bias.
-BackwardKernels = tuple[tuple[Tiles, bool, bool], ...]
+# The blocks and scratch of a kernel by their names.
+Refs = Mapping[str, Any]
 
 
 class _Tile:
     """A tile of both kernels: [columns, rows] of logits, a part at a time."""
 
     def __init__(
-        self, tiles: Tiles, options: Options, step: Any, labels: Any, bias: Any, weight: Any, x: Any
+        self, tiles: Tiles, options: Options, step: Any, refs: Refs, weight_rows: Any
     ) -> None:
-        self.tiles, self.options, self.bias = tiles, options, bias
-        self.weight, self.x = weight, x
+        self.tiles, self.options, self.bias = tiles, options, refs.get("bias")
+        self.weight, self.x = weight_rows, refs["hidden"]
         self.first = step * tiles.columns
-        self.labels = labels[...] - self.first
+        self.labels = refs["labels"][...] - self.first
         self.is_ragged = tiles.vocab % tiles.columns != 0
 
     def _column(self, start: int) -> jax.Array:
@@ -234,11 +251,6 @@ def _clear(ref: Any, axis: int, count: Any) -> None:
     ref[...] = jnp.where(index < count, ref[...], jnp.zeros((), ref.dtype))
 
 
-def _clear_masked(ref: Any, active: jax.Array) -> None:
-    """Zeroes rows of masked tokens: 0 times their hidden state could be NaN."""
-    ref[...] = _active(ref[...], active)
-
-
 def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
     """[tokens, ..] with zeros where `active` [1, tokens] is 0."""
     # A row transposed to a column.
@@ -246,13 +258,31 @@ def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
     return jnp.where(column != 0, rows, jnp.zeros((), rows.dtype))
 
 
-def _clear_last(tiles: Tiles, x: Any, weight: Any, block: Any, step: Any) -> None:
+def _clear_last(tiles: Tiles, refs: Refs, block: Any, step: Any) -> None:
+    """Zeroes what the last blocks of tokens and of the vocabulary have beyond their ends."""
     if tiles.tokens % tiles.rows:
-        pl.when(block == tiles.blocks - 1)(lambda: _clear(x, 0, tiles.tokens - block * tiles.rows))
+        pl.when(block == tiles.blocks - 1)(
+            lambda: _clear(refs["hidden"], 0, tiles.tokens - block * tiles.rows)
+        )
     if tiles.vocab % tiles.columns:
         pl.when(step == tiles.steps - 1)(
-            lambda: _clear(weight, tiles.vocab_axis, tiles.vocab - step * tiles.columns)
+            lambda: _clear(refs["weight"], tiles.vocab_axis, tiles.vocab - step * tiles.columns)
         )
+
+
+def _transpose(refs: Refs, is_new: Any = None) -> Any:
+    """Returns the block of the weight as rows, transposed where it `is_new`; None for always."""
+    if "transposed" not in refs:
+        return refs["weight"]
+
+    def transpose() -> None:
+        refs["transposed"][...] = refs["weight"][...].T
+
+    if is_new is None:
+        transpose()
+    else:
+        pl.when(is_new)(transpose)
+    return refs["transposed"]
 
 
 def _by_sublane(values: jax.Array) -> jax.Array:
@@ -260,24 +290,19 @@ def _by_sublane(values: jax.Array) -> jax.Array:
     return values.reshape(-1, SUBLANES, values.shape[-1])
 
 
-def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
-    x, weight, labels, *rest = refs
-    bias: Any = rest.pop(0) if tiles.bias else None
-    found, row_max, total, picked, sums, *transposed = rest
+def _forward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
+    row_max, total, picked, sums = states = [
+        refs[name] for name in ("row_max", "total", "picked", "sums")
+    ]
     block, step = pl.program_id(0), pl.program_id(1)
 
     @pl.when(step == 0)
     def _() -> None:
         row_max[...] = jnp.full(row_max.shape, LEAST, jnp.float32)
-        for state in (total, picked, sums):
-            state[...] = jnp.zeros(state.shape, jnp.float32)
+        _blank(total, picked, sums)
 
-    _clear_last(tiles, x, weight, block, step)
-    if transposed:
-        transposed[0][...] = weight[...].T
-        weight = transposed[0]
-    tile = _Tile(tiles, options, step, labels, bias, weight, x)
-    states = (row_max, total, picked, sums)
+    _clear_last(tiles, refs, block, step)
+    tile = _Tile(tiles, options, step, refs, _transpose(refs))
     maximum, mass, at_label, plain = (state[...] for state in states)
     for start in range(0, tiles.columns, tiles.part):
         z = tile.logits(start)[1]
@@ -303,6 +328,7 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
         lse = peak + log
         # The error of a sum, whichever term is larger.
         low = jnp.where(jnp.abs(peak) >= jnp.abs(log), (peak - lse) + log, (log - lse) + peak)
+        found = refs["numbers"]
         found[0:1, :] = lse
         found[1:2, :] = low
         found[2:3, :] = jnp.sum(picked[...], axis=0, keepdims=True)
@@ -310,41 +336,33 @@ def _forward_kernel(*refs: Any, tiles: Tiles, options: Options) -> None:
         found[4:, :] = jnp.zeros((NUMBERS - 4, tiles.rows), jnp.float32)
 
 
-def _backward_kernel(
-    *refs: Any, tiles: Tiles, options: Options, makes_hidden: bool, makes_weight: bool
-) -> None:
-    x, weight, labels, numbers, *rest = refs
-    nan_blocks: Any = rest.pop(0) if makes_weight else None
-    bias: Any = rest.pop(0) if tiles.bias else None
-    dhidden: Any = rest.pop(0) if makes_hidden else None
-    dweight: Any = rest.pop(0) if makes_weight else None
-    dbias: Any = rest.pop(0) if makes_weight and tiles.bias else None
-    spilled: Any = rest.pop(0) if tiles.spills else None
-    gradient: Any = rest.pop(0)
-    hidden_sums: Any = rest.pop(0) if makes_hidden else None
-    weight_sums: Any = rest.pop(0) if makes_weight else None
-    bias_sums: Any = rest.pop(0) if makes_weight and tiles.bias else None
-    arrived: Any = rest.pop(0) if tiles.spills else None
-    sent: Any = rest.pop(0) if tiles.spills else None
+def _blank(*sums: Any) -> None:
+    for one in sums:
+        one[...] = jnp.zeros(one.shape, jnp.float32)
+
+
+def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
+    x, gradient = refs["hidden"], refs["gradient"]
+    # Sums are there for the gradients that are made.
+    hidden_sums: Any
+    hidden_sums, weight_sums, bias_sums = (
+        refs.get(name) for name in ("hidden_sums", "weight_sums", "bias_sums")
+    )
     step, block = pl.program_id(0), pl.program_id(1)
-    if not makes_weight:
+    if not tiles.makes_weight:
         step, block = block, step
     # All blocks of tokens have sums where the vocabulary is outside.
-    here = block if makes_weight else 0
+    here = block if tiles.makes_weight else 0
     visit = step * tiles.blocks + block
     if tiles.spills:
         here = lax.rem(visit, SLOTS)
 
-    def copy_in(visit: Any) -> Any:
+    def copy(semaphores: str, visit: Any, *, is_in: bool) -> Any:
         slot = lax.rem(visit, SLOTS)
-        source = spilled.at[lax.rem(visit, tiles.blocks)]
-        return pltpu.make_async_copy(source, hidden_sums.at[slot], arrived.at[slot])
+        ends = refs["spilled"].at[lax.rem(visit, tiles.blocks)], hidden_sums.at[slot]
+        return pltpu.make_async_copy(*(ends if is_in else ends[::-1]), refs[semaphores].at[slot])
 
-    def copy_out(visit: Any) -> Any:
-        slot = lax.rem(visit, SLOTS)
-        target = spilled.at[lax.rem(visit, tiles.blocks)]
-        return pltpu.make_async_copy(hidden_sums.at[slot], target, sent.at[slot])
-
+    copy_in, copy_out = partial(copy, "arrived", is_in=True), partial(copy, "sent", is_in=False)
     # Sums come from the second block of the vocabulary on, and go until the last but one.
     last_out = (tiles.steps - 1) * tiles.blocks - 1
     if tiles.spills:
@@ -354,35 +372,24 @@ def _backward_kernel(
             lambda: copy_in(after).start()
         )
 
-    _clear_last(tiles, x, weight, block, step)
-    p_factor, lse, at_label, even, active = (numbers[n : n + 1, :] for n in range(5))
-    if makes_weight:
-        pl.when(nan_blocks[block] != 0)(lambda: _clear_masked(x, active))
-    if rest:
-        transposed = rest[0]
+    _clear_last(tiles, refs, block, step)
+    p_factor, lse, at_label, even, active = (refs["numbers"][n : n + 1, :] for n in range(5))
+    if tiles.makes_weight:
 
-        def transpose() -> None:
-            transposed[...] = weight[...].T
+        @pl.when(refs["nan_blocks"][block] != 0)
+        def _() -> None:
+            # 0 times the hidden state of a masked token could be NaN.
+            x[...] = _active(x[...], active)
 
-        if makes_weight:
-            pl.when(block == 0)(transpose)
-        else:
-            transpose()
-        weight_rows = transposed
-    else:
-        weight_rows = weight
+    weight_rows = _transpose(refs, block == 0 if tiles.makes_weight else None)
+    if hidden_sums is not None:
+        pl.when(step == 0)(lambda: _blank(hidden_sums.at[here]))
+    if weight_sums is not None:
+        pl.when(block == 0)(
+            lambda: _blank(weight_sums, *([] if bias_sums is None else [bias_sums]))
+        )
 
-    def blank(*sums: Any) -> None:
-        for one in sums:
-            if one is not None:
-                one[...] = jnp.zeros(one.shape, jnp.float32)
-
-    if makes_hidden:
-        pl.when(step == 0)(lambda: blank(hidden_sums.at[here]))
-    if makes_weight:
-        pl.when(block == 0)(lambda: blank(weight_sums, bias_sums))
-
-    tile = _Tile(tiles, options, step, labels, bias, weight_rows, x)
+    tile = _Tile(tiles, options, step, refs, weight_rows)
     for start in range(0, tiles.columns, tiles.part):
         plain, z = tile.logits(start)
         d = p_factor * jnp.exp(z - lse)
@@ -400,124 +407,96 @@ def _backward_kernel(
             lanes = [d[:, at : at + LANES] for at in range(0, tiles.rows, LANES)]
             bias_sums[pl.ds(start, tiles.part), :] += sum(lanes[1:], lanes[0])
         gradient[pl.ds(start, tiles.part), :] = d.astype(tiles.dtype)
-    if makes_weight:
+    if weight_sums is not None:
         weight_sums[...] += _dot(gradient[...], x[...], 1, 0)
     if tiles.spills:
         pl.when(visit >= tiles.blocks)(lambda: copy_in(visit).wait())
-    if makes_hidden:
+    if hidden_sums is not None:
         hidden_sums[here] += _dot(gradient[...], weight_rows[...], 0, 0)
 
         @pl.when(step == tiles.steps - 1)
         def _() -> None:
+            dhidden = refs["dhidden"]
             dhidden[...] = _active(hidden_sums[here], active).astype(dhidden.dtype)
 
     if tiles.spills:
         pl.when(visit <= last_out)(lambda: copy_out(visit).start())
 
-    if makes_weight:
+    if weight_sums is not None:
 
         @pl.when(block == tiles.blocks - 1)
         def _() -> None:
-            whole = weight_sums[...]
+            whole, dweight = weight_sums[...], refs["dweight"]
             dweight[...] = (whole.T if tiles.vocab_axis else whole).astype(dweight.dtype)
-            if dbias is not None:
-                dbias[...] = jnp.sum(bias_sums[...].T, axis=0, keepdims=True)
+            if bias_sums is not None:
+                refs["dbias"][...] = jnp.sum(bias_sums[...].T, axis=0, keepdims=True)
 
 
-def name_of(*, makes_hidden: bool = False, makes_weight: bool = False) -> str:
-    """Returns the name of the forward kernel, or of the one that makes such gradients."""
-    of = {
-        (False, False): "forward",
-        (True, True): "backward",
-        (True, False): "backward_hidden",
-        (False, True): "backward_weight",
-    }
-    return f"xentile_linear_cross_entropy_{of[makes_hidden, makes_weight]}"
+def _block_specs(tiles: Tiles) -> dict[str, Any]:
+    """Returns which block of each operand and result a step works on, by their names."""
 
-
-@dataclass(frozen=True)
-class _Grid:
-    """The block of each operand that a step works on."""
-
-    tiles: Tiles
-    # Whether the vocabulary is the outer axis.
-    by_columns: bool
-
-    @property
-    def extents(self) -> tuple[int, int]:
-        blocks, steps = self.tiles.blocks, self.tiles.steps
-        return (steps, blocks) if self.by_columns else (blocks, steps)
-
-    def spec(self, shape: tuple[int, int], index: Callable[[Any, Any], Any]) -> Any:
-        """`index` is a function of the block of tokens and of the vocabulary."""
-        if self.by_columns:
+    def spec(shape: tuple[int, int], index: Callable[[Any, Any], Any]) -> Any:
+        """Returns a spec; `index` is a function of the block of tokens and of the vocabulary."""
+        if tiles.makes_weight:  # the vocabulary is the outer axis
             return pl.BlockSpec(shape, lambda step, block: index(block, step))
         return pl.BlockSpec(shape, index)
 
-    def hidden(self) -> Any:
-        return self.spec((self.tiles.rows, self.tiles.hidden), lambda block, step: (block, 0))
+    def tokens(count: int) -> Any:
+        return spec((count, tiles.rows), lambda block, step: (0, block))
 
-    def weight(self) -> Any:
-        if self.tiles.vocab_axis:
-            return self.spec((self.tiles.hidden, self.tiles.columns), lambda block, step: (0, step))
-        return self.spec((self.tiles.columns, self.tiles.hidden), lambda block, step: (step, 0))
-
-    def tokens(self, count: int) -> Any:
-        return self.spec((count, self.tiles.rows), lambda block, step: (0, block))
-
-    def columns(self) -> Any:
-        return self.spec((1, self.tiles.columns), lambda block, step: (0, step))
-
-    def last_hidden(self) -> Any:
-        """Blocks of dhidden, which the last block of the vocabulary writes."""
-        if not self.by_columns:
-            return self.hidden()
-        last = self.tiles.steps - 1
-
-        def index(block: Any, step: Any) -> Any:
-            return jnp.where(step == last, block, 0), 0
-
-        return self.spec((self.tiles.rows, self.tiles.hidden), index)
+    rows, last = (tiles.rows, tiles.hidden), tiles.steps - 1
+    hidden = dhidden = spec(rows, lambda block, step: (block, 0))
+    if tiles.makes_weight:
+        # The last block of the vocabulary writes blocks of dhidden.
+        dhidden = spec(rows, lambda block, step: (jnp.where(step == last, block, 0), 0))
+    weight = spec((tiles.columns, tiles.hidden), lambda block, step: (step, 0))
+    if tiles.vocab_axis:
+        weight = spec((tiles.hidden, tiles.columns), lambda block, step: (0, step))
+    columns = spec((1, tiles.columns), lambda block, step: (0, step))
+    return {
+        **{"hidden": hidden, "weight": weight, "bias": columns},
+        **{"dhidden": dhidden, "dweight": weight, "dbias": columns},
+        **{"labels": tokens(1), "numbers": tokens(NUMBERS)},
+        "nan_blocks": pl.BlockSpec(memory_space=pltpu.SMEM),
+        "spilled": pl.BlockSpec(memory_space=pl.ANY),
+    }
 
 
 def _call(
     target: Target,
     tiles: Tiles,
-    kernel: Any,
-    name: str,
-    grid: _Grid,
-    products: int,
-    operands: list[tuple[Any, Any]],
-    results: list[tuple[Any, Any]],
-    scratch: list[Any],
-) -> list[jax.Array]:
-    """Runs a kernel on operands and results with their specs."""
+    kernel: Callable[[Refs], None],
+    operands: Mapping[str, jax.Array],
+    results: Mapping[str, Any],
+    scratch: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs a kernel on operands; returns the results by name, whose shapes are `results`."""
+    specs, grid = _block_specs(tiles), (tiles.blocks, tiles.steps)
     size = tiles.tokens * tiles.hidden * tiles.vocab
     weight = tiles.hidden * tiles.vocab * int(np.dtype(tiles.dtype).itemsize)
     if tiles.vocab_axis:
-        shape = (tiles.columns, tiles.hidden)
-        scratch = [*scratch, pltpu.VMEM(shape, tiles.dtype)]
-    return list(
-        pl.pallas_call(
-            kernel,
-            grid=grid.extents,
-            in_specs=[spec for _, spec in operands],
-            out_specs=[spec for _, spec in results],
-            out_shape=[shape for shape, _ in results],
-            scratch_shapes=scratch,
-            # Sums go on from step to step: in order, and on one core.
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=target.vmem_bytes
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * products * size,
-                transcendentals=tiles.tokens * tiles.vocab,
-                bytes_accessed=2 * weight,
-            ),
-            interpret=target.interpret,
-            name=name,
-        )(*(array for array, _ in operands))
-    )
+        scratch = scratch | {"transposed": pltpu.VMEM((tiles.columns, tiles.hidden), tiles.dtype)}
+    names = [*operands, *results, *scratch]
+    found = pl.pallas_call(
+        lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+        grid=grid[::-1] if tiles.makes_weight else grid,
+        in_specs=[specs[name] for name in operands],
+        out_specs=[specs[name] for name in results],
+        out_shape=[*results.values()],
+        scratch_shapes=[*scratch.values()],
+        # Sums go on from step to step: in order, and on one core.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=target.vmem_bytes
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tiles.gemms * size,
+            transcendentals=tiles.tokens * tiles.vocab,
+            bytes_accessed=2 * weight,
+        ),
+        interpret=target.interpret,
+        name=tiles.name,
+    )(*operands.values())
+    return dict(zip(results, found, strict=True))
 
 
 def _padded(tiles: Tiles, rows: jax.Array, fill: Any) -> jax.Array:
@@ -526,57 +505,47 @@ def _padded(tiles: Tiles, rows: jax.Array, fill: Any) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
 
 
-def _shared(
-    tiles: Tiles, grid: _Grid, hidden: jax.Array, weight: jax.Array, labels: jax.Array
-) -> list[tuple[Any, Any]]:
+def _prepare_operands(tiles: Tiles, operands: Operands, **more: jax.Array) -> dict[str, jax.Array]:
+    """Returns the operands of both kernels by name, and `more`."""
+    hidden, weight, bias, labels = operands
+    x, w = as_gemm_operands(hidden, weight)
     in_range = (labels >= 0) & (labels < tiles.vocab)
     column = jnp.where(in_range, labels, -1).astype(jnp.int32)[None]
-    places = _padded(tiles, column, -1)
-    return [(hidden, grid.hidden()), (weight, grid.weight()), (places, grid.tokens(1))]
+    found = {"hidden": x, "weight": w, "labels": _padded(tiles, column, -1), **more}
+    if bias is not None:
+        missing = tiles.steps * tiles.columns - tiles.vocab
+        found["bias"] = jnp.pad(bias.astype(jnp.float32)[None], ((0, 0), (0, missing)))
+    return found
 
 
-def _nan_blocks(tiles: Tiles, x: jax.Array, active: jax.Array) -> list[tuple[Any, Any]]:
-    """Which blocks have masked tokens whose hidden states would make dweight NaN."""
+def _find_nan_blocks(tiles: Tiles, x: jax.Array, active: jax.Array) -> jax.Array:
+    """Returns which blocks have masked tokens whose hidden states would make dweight NaN."""
     bad = (~active & ~jnp.isfinite(x).all(1))[None]
     blocks = _padded(tiles, bad, fill=False).reshape(tiles.blocks, tiles.rows).any(1)
-    return [(blocks.astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM))]
-
-
-def _bias(tiles: Tiles, grid: _Grid, bias: Bias) -> list[tuple[Any, Any]]:
-    if bias is None:
-        return []
-    row = bias.astype(jnp.float32)[None]
-    missing = tiles.steps * tiles.columns - tiles.vocab
-    return [(jnp.pad(row, ((0, 0), (0, missing))), grid.columns())]
+    return blocks.astype(jnp.int32)
 
 
 def forward(
     target: Target, tiles: Tiles, options: Options, operands: Operands
 ) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low, each [N] in f32."""
-    hidden, weight, bias, labels = operands
-    grid = _Grid(tiles, by_columns=False)
-    hidden, weight = as_gemm_operands(hidden, weight)
-    found = varying_like(hidden, (NUMBERS, tiles.blocks * tiles.rows), jnp.float32)
-    arrays = [*_shared(tiles, grid, hidden, weight, labels), *_bias(tiles, grid, bias)]
+    shape = NUMBERS, tiles.blocks * tiles.rows
     state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
-    (numbers,) = _call(
+    found = _call(
         target,
         tiles,
         partial(_forward_kernel, tiles=tiles, options=options),
-        name_of(),
-        grid,
-        1,
-        arrays,
-        [(found, grid.tokens(NUMBERS))],
-        [state] * 4,
+        _prepare_operands(tiles, operands),
+        {"numbers": varying_like(operands.hidden, shape, jnp.float32)},
+        dict.fromkeys(("row_max", "total", "picked", "sums"), state),
     )
-    return outputs_of(options, tiles.vocab, labels, numbers[:, : tiles.tokens])
+    numbers = found["numbers"][:4, : tiles.tokens]
+    return reference.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
 
 
 def backward(
     target: Target,
-    kernels: BackwardKernels,
+    kernels: tuple[Tiles, ...],
     options: Options,
     operands: Operands,
     saved: tuple[jax.Array, jax.Array],
@@ -587,75 +556,58 @@ def backward(
     They are zeros where none of `kernels` makes them.
     """
     hidden, weight, bias, labels = operands
-    lse, low = saved
-    g, h, k = cotangents_of(options, weight.shape[kernels[0][0].vocab_axis], labels, *cotangents)
-    smoothing = options.label_smoothing
-    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
-    even = g * (smoothing / kernels[0][0].vocab)
-    active = (g != 0) | (h != 0) | (k != 0)
-    rows = [p_factor, lse, h - g * (1 - smoothing), even, active.astype(jnp.float32)]
-    numbers = jnp.stack([*rows, *[jnp.zeros_like(lse)] * (NUMBERS - len(rows))])
+    scalars = gradient_scalars(options, kernels[0].vocab, labels, saved, cotangents)
+    p_factor, at_label, even, active = scalars
+    rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
+    numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
     made: dict[str, jax.Array] = {}
-    x, w = as_gemm_operands(hidden, weight)
-    for tiles, makes_hidden, makes_weight in kernels:
-        grid = _Grid(tiles, by_columns=makes_weight)
-        arrays = [
-            *_shared(tiles, grid, x, w, labels),
-            (_padded(tiles, numbers, 0), grid.tokens(NUMBERS)),
-            *(_nan_blocks(tiles, x, active) if makes_weight else []),
-            *_bias(tiles, grid, bias),
-        ]
-        results: dict[str, tuple[Any, Any]] = {}
-        scratch: list[Any] = [pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)]
-        if makes_hidden:
-            shape = varying_like(hidden, hidden.shape, hidden.dtype)
-            results["hidden"] = (shape, grid.last_hidden())
-            count = tiles.sums(makes_weight=makes_weight)
-            scratch.append(pltpu.VMEM((count, tiles.rows, tiles.hidden), jnp.float32))
-        if makes_weight:
-            shape = varying_like(hidden, weight.shape, weight.dtype)
-            results["weight"] = (shape, grid.weight())
-            scratch.append(pltpu.VMEM((tiles.columns, tiles.hidden), jnp.float32))
-        if makes_weight and bias is not None:
-            shape = varying_like(hidden, (1, tiles.steps * tiles.columns), jnp.float32)
-            results["bias"] = (shape, grid.columns())
-            scratch.append(pltpu.VMEM((tiles.columns, LANES), jnp.float32))
-        if tiles.spills:
-            shape = varying_like(hidden, (tiles.blocks, tiles.rows, tiles.hidden), jnp.float32)
-            results["spilled"] = (shape, pl.BlockSpec(memory_space=pl.ANY))
-            scratch += [pltpu.SemaphoreType.DMA((SLOTS,))] * 2
-        made |= zip(
-            results,
-            _call(
-                target,
-                tiles,
-                partial(
-                    _backward_kernel,
-                    tiles=tiles,
-                    options=options,
-                    makes_hidden=makes_hidden,
-                    makes_weight=makes_weight,
-                ),
-                name_of(makes_hidden=makes_hidden, makes_weight=makes_weight),
-                grid,
-                1 + makes_hidden + makes_weight,
-                arrays,
-                [*results.values()],
-                scratch,
-            ),
-            strict=True,
-        )
+    for tiles in kernels:
+        made |= _make_gradients(target, tiles, options, operands, numbers, active)
     dbias = None
     if bias is not None:
-        dbias = jnp.zeros_like(bias)
-        if "bias" in made:
-            dbias = made["bias"][0, : len(bias)].astype(bias.dtype)
-    dhidden, dweight = made.get("hidden"), made.get("weight")
+        row = made.get("dbias")
+        dbias = jnp.zeros_like(bias) if row is None else row[0, : len(bias)].astype(bias.dtype)
+    dhidden, dweight = made.get("dhidden"), made.get("dweight")
     return (
         jnp.zeros_like(hidden) if dhidden is None else dhidden,
         jnp.zeros_like(weight) if dweight is None else dweight,
         dbias,
     )
+
+
+def _make_gradients(
+    target: Target,
+    tiles: Tiles,
+    options: Options,
+    operands: Operands,
+    numbers: jax.Array,
+    active: jax.Array,
+) -> dict[str, jax.Array]:
+    """Returns the gradients of one kernel by name, of `numbers` [NUMBERS, N] of all tokens."""
+    hidden, weight, bias, _ = operands
+    more = {"numbers": _padded(tiles, numbers, 0)}
+    results: dict[str, Any] = {}
+    scratch: dict[str, Any] = {"gradient": pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)}
+
+    def add(name: str, shape: tuple[int, ...], dtype: Any, *sums: int) -> None:
+        """Adds a gradient, and sums in VMEM of such a shape."""
+        results[f"d{name}"] = varying_like(hidden, shape, dtype)
+        scratch[f"{name}_sums"] = pltpu.VMEM(sums, jnp.float32)
+
+    if tiles.makes_hidden:
+        add("hidden", hidden.shape, hidden.dtype, tiles.sums, tiles.rows, tiles.hidden)
+    if tiles.makes_weight:
+        more["nan_blocks"] = _find_nan_blocks(tiles, as_gemm_operands(hidden, weight)[0], active)
+        add("weight", weight.shape, weight.dtype, tiles.columns, tiles.hidden)
+    if tiles.makes_weight and bias is not None:
+        add("bias", (1, tiles.steps * tiles.columns), jnp.float32, tiles.columns, LANES)
+    if tiles.spills:
+        shape = tiles.blocks, tiles.rows, tiles.hidden
+        results["spilled"] = varying_like(hidden, shape, jnp.float32)
+        scratch |= dict.fromkeys(("arrived", "sent"), pltpu.SemaphoreType.DMA((SLOTS,)))
+    kernel = partial(_backward_kernel, tiles=tiles, options=options)
+    given = _prepare_operands(tiles, operands, **more)
+    return _call(target, tiles, kernel, given, results, scratch)
 
 
 def choose_kernels(
@@ -666,7 +618,7 @@ def choose_kernels(
     *,
     named: Tile = (None, None),
     wanted: tuple[bool, bool] = (True, True),
-) -> tuple[Tiles, BackwardKernels] | None:
+) -> tuple[Tiles, tuple[Tiles, ...]] | None:
     """Returns tiles of the forward kernel and of those for the gradients `wanted`.
 
     They are no larger than the tile `named`. None where there are no kernels for such operands.
@@ -686,10 +638,10 @@ def choose_kernels(
         both = fit(makes_hidden=True, makes_weight=True, spills=True)
         if both is not None and both.spilled_bytes > max_scratch_bytes:
             both = None
-    kernels = [(both, *wanted)]
+    kernels = [both]
     if both is None:
-        kernels = [(fit(makes_hidden=True), True, False), (fit(makes_weight=True), False, True)]
-    found = tuple((one, a, b) for one, a, b in kernels if one is not None)
+        kernels = [fit(makes_hidden=True), fit(makes_weight=True)]
+    found = tuple(one for one in kernels if one is not None)
     return None if forward is None or len(found) < len(kernels) else (forward, found)
 
 
@@ -709,20 +661,20 @@ def plan(
     if found is None:
         return without_kernels(problem, usual)
     forward, kernels = found
-    moved = {name_of(): forward.bytes_moved()}
-    for tiles, *makes in kernels:
-        gradients = dict(zip(("makes_hidden", "makes_weight"), makes, strict=True))
-        moved[name_of(**gradients)] = tiles.bytes_moved(**gradients)
-    tiles, *_ = kernels[0]
-    gemms = 1 + sum(1 + makes_hidden + makes_weight for _, makes_hidden, makes_weight in kernels)
-    tile = tiles.rows, tiles.columns
-    return plan_kernels(problem, usual, tile, gemms, tiles.spilled_bytes, moved)
+    moved = {tiles.name: tiles.bytes_moved for tiles in (forward, *kernels)}
+    gemms = sum(tiles.gemms for tiles in (forward, *kernels))
+    tiles, *_ = kernels
+    # Scalars of a token, in rows of as many as a register has, operands and results.
+    scratch = 2 * token_bytes(problem) + tiles.spilled_bytes + problem.narrowed_bytes
+    return Plan(
+        "kernels", tiles.rows, tiles.columns, gemms, scratch, limit, moved=tuple(moved.items())
+    )
 
 
 def run_pass(
     name: str,
     target: Target,
-    kernels: tuple[Tiles, BackwardKernels],
+    kernels: tuple[Tiles, tuple[Tiles, ...]],
     options: Options,
     *arrays: Any,
 ) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..logits_gemms import BLOCK, operand_dtype
 from ..losses.options import LINE
-from .chunks import BLOCK, operand_dtype
 
 MIB = 2**20
 # Tokens of a chunk that keep matrix units busy: the default, and the least that is worth an
@@ -157,16 +157,17 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     limit = max_scratch_bytes
     if limit is None:
         limit = token_chunk_scratch(problem, min(USUAL_TOKENS, problem.tokens))
-    for fitting in (
-        _plan_tokens(problem, limit),
-        _plan_columns(problem, limit),
-        _plan_tiles(problem, limit),
-    ):
+    for plan in (_plan_tokens, _plan_columns, _plan_tiles):
+        fitting = plan(problem, limit)
         if fitting is not None:
             return fitting
-    raise ValueError(
-        f"max_scratch_bytes is {limit}; the least for {problem.tokens} tokens, {problem.hidden} "
-        f"hidden columns and a vocabulary of {problem.vocab} is {_least_scratch(problem)}"
+    raise _refuse_budget(limit, problem.tokens, problem, _least_scratch(problem))
+
+
+def _refuse_budget(limit: int, tokens: Any, problem: Problem, least: int) -> ValueError:
+    return ValueError(
+        f"max_scratch_bytes is {limit}; the least for {tokens} tokens, {problem.hidden} hidden "
+        f"columns and a vocabulary of {problem.vocab} is {least}"
     )
 
 
@@ -217,22 +218,7 @@ def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     fitting = _plan_symbolic_tiles(problem, limit)
     if fitting.scratch_bytes <= limit:
         return fitting
-    raise ValueError(
-        f"max_scratch_bytes is {limit}; the least for any number of tokens, {problem.hidden} "
-        f"hidden columns and a vocabulary of {problem.vocab} is {fitting.scratch_bytes}"
-    )
-
-
-def output_chunk_tokens(plan: Plan, tokens: Any, vocab: int) -> int:
-    """Returns how many tokens a chunk has whose logits have auxiliary outputs."""
-    if plan.batch_invariant:
-        return plan.tokens
-    chunk = max(min(plan.tokens, USUAL_TOKENS), 1)
-    if plan.schedule != "tokens":
-        # The budget is too small for sums of dweight, which are made nevertheless.
-        logit_bytes = 12 if plan.any_count else 8
-        chunk = max(plan.max_scratch_bytes // (logit_bytes * vocab), 1)
-    return min(chunk, plan.tokens if plan.any_count else max(tokens, 1))
+    raise _refuse_budget(limit, "any number of", problem, fitting.scratch_bytes)
 
 
 def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) -> int:
@@ -246,12 +232,10 @@ def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) ->
         # columns of that.
         row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
         beside = (
-            token_chunk_scratch(several, tokens)
-            - _token_bytes(several)
-            - tokens * problem.row_bytes
+            token_chunk_scratch(several, tokens) - token_bytes(several) - tokens * problem.row_bytes
         )
         return beside + tokens * row
-    return _tile_scratch(several, tokens, columns) - _token_bytes(several)
+    return _tile_scratch(several, tokens, columns) - token_bytes(several)
 
 
 def _plan_symbolic_tiles(problem: Problem, limit: int) -> Plan:
@@ -272,23 +256,8 @@ def usual_budget(problem: Problem) -> int:
     logits = tokens * problem.vocab * problem.operand_bytes
     beside = problem.tokens * problem.vocab // 128
     beside += problem.narrowed_bytes
-    usual = logits + beside + _weight_sum_bytes(problem, tokens) + _token_bytes(problem)
+    usual = logits + beside + _weight_sum_bytes(problem, tokens) + token_bytes(problem)
     return max(usual, LEAST_BUDGET)
-
-
-def plan_kernels(
-    problem: Problem,
-    plan: Plan,
-    tile: tuple[int, int],
-    products: int,
-    sums: int,
-    moved: dict[str, int],
-) -> Plan:
-    """Returns the plan of kernels on TPUs with such a tile and bytes of sums, instead of `plan`."""
-    # Scalars of a token, in rows of as many as a register has, operands and results.
-    scratch = 2 * _token_bytes(problem) + sums + problem.narrowed_bytes
-    most = plan.max_scratch_bytes
-    return Plan("kernels", *tile, products, scratch, most, moved=tuple(moved.items()))
 
 
 def without_kernels(problem: Problem, plan: Plan) -> Plan:
@@ -302,7 +271,7 @@ def without_kernels(problem: Problem, plan: Plan) -> Plan:
     return fitting or Plan("both", *_smallest_tile(problem), 5, _least_scratch(problem), limit)
 
 
-def _token_bytes(problem: Problem) -> int:
+def token_bytes(problem: Problem) -> int:
     """Returns bytes of scalars of all tokens: losses, logps, lse, lse_low, cotangents."""
     return 32 * problem.tokens
 
@@ -319,7 +288,7 @@ def token_chunk_scratch(problem: Problem, tokens: int) -> int:
     held = _held_extent(problem.tokens, tokens) * (
         problem.row_bytes + _hidden_row_bytes(problem, tokens)
     )
-    return held + narrowed + _weight_sum_bytes(problem, tokens) + _token_bytes(problem)
+    return held + narrowed + _weight_sum_bytes(problem, tokens) + token_bytes(problem)
 
 
 def _hidden_row_bytes(problem: Problem, tokens: int) -> int:
@@ -352,7 +321,7 @@ def _tile_scratch(problem: Problem, tokens: int, columns: int) -> int:
         sums = max(sums, 4 * columns * problem.hidden)
     held = _held_extent(problem.tokens, tokens) * _held_extent(problem.vocab, columns)
     held *= 4 + problem.operand_bytes
-    return held + tokens * problem.hidden * problem.operand_bytes + sums + _token_bytes(problem)
+    return held + tokens * problem.hidden * problem.operand_bytes + sums + token_bytes(problem)
 
 
 def _even_chunk(total: int, most: int) -> int:

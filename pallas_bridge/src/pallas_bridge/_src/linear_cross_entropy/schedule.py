@@ -1,10 +1,14 @@
 """What runs each pass of a loss, on each platform.
 
-A `Planner` plans for arrays, and a `Schedule` runs what was planned: chunks of XLA's (`chunks`),
-one call of the library's for all chunks on CPUs and NVIDIA's GPUs (`library_plan`), or kernels
-in Pallas on TPUs (`pallas_tpu`). The platform and the number of devices are known only in lowering.
-So tracing records every choice under a condition over the platform, in primitives whose lowering
-decides: XLA's chunks run where XLA may shard the arrays, calls and kernels elsewhere.
+A `Planner` plans for arrays, and a `Schedule` runs the plan by one of these:
+
+- chunks in XLA (`chunks`), on every platform;
+- one call of the library for all chunks, on CPUs and NVIDIA GPUs (`library_plan`);
+- kernels in Pallas, on TPUs (`pallas_tpu`).
+
+Platform and number of devices of a program are known when the program is lowered. So a pass is
+traced as `jax.lax.platform_dependent` of primitives that choose when they are lowered: a library
+call or a kernel on one device, and chunks in XLA where XLA would shard the arrays.
 """
 
 import dataclasses
@@ -12,51 +16,34 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .. import library, meshes, pallas
 from ..bound import Bound
+from ..chunk_loops import zeros
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
 from ..deferred import bind_deferred, make_primitive
+from ..logits_gemms import Gemms, as_gemm_operands
 from ..losses.options import Options, Tile
+from ..losses.vocab_shards import Loss
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
 from . import library_plan
 from . import plan as plans
-from .chunks import (
-    ColumnChunks,
-    Gemms,
-    Gradients,
-    Operands,
-    TokenChunks,
-    as_gemm_operands,
-    run_padded,
-    run_two_passes,
-    zeros,
-)
+from .chunks import ColumnChunks, Operands, TokenChunks, run_padded, run_two_passes
 from .declaration import OPERATION
 from .plan import Plan, Problem
 
 PassName = Literal["forward", "backward", "fused"]
-# The library's calls, by the name of the pass that follows.
+# The library's targets are named TARGET_forward and so on.
 TARGET = "xentile_linear_cross_entropy"
-# What they return of each token, in this order.
+# The outputs of each token that targets return, in this order.
 OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
-
-
-class Partition(Protocol):
-    """Runs schedules on arrays that XLA may shard.
-
-    Two are equal if they do the same, and `str` of one says all that it does.
-    """
-
-    def __call__(self, name: PassName, whole: "Schedule", *arrays: Any) -> Any:
-        """Returns the results of the pass `name` of `whole`; each device computes its share."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +52,20 @@ class Schedule:
 
     options: Options
     gemms: Gemms
+    # The plan of chunks in XLA.
     plan: Plan
-    # The plans of the library's calls, which replace `plan` on NVIDIA's GPUs and on CPUs.
+    # The plans of library calls on NVIDIA GPUs and on CPUs; None where there is no such call.
     cuda: Plan | None
     cpu: Plan | None
-    # Runs the passes on arrays that XLA may shard.
-    partition: Partition | None = None
+    # Where XLA may shard arrays, partition(name, schedule, *arrays) runs a pass on each device's
+    # shards. It is hashable, and its text names all that it does.
+    partition: Callable[..., Any] | None = None
     # Whether the forward pass may save logits for the backward pass.
     may_save_logits: bool = True
 
     @property
     def is_fused(self) -> bool:
-        """Whether the pass of a reduced loss also computes the gradients."""
+        """Whether the forward pass computes gradients too, where the reduction is inside."""
         plans = (self.plan, self.cuda, self.cpu)
         return any(plan is not None and plan.products < 4 and not plan.hands_over for plan in plans)
 
@@ -86,68 +75,57 @@ class Schedule:
         has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
-    def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
+    def forward(self, operands: Operands) -> Any:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        outputs: tuple[jax.Array, ...] = self.run("forward", self.options, operands)
-        return outputs
+        return self.run("forward", self.options, operands)
 
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
+    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Any:
         """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        gradients: Gradients = self.run("backward", self.options, operands, saved, cotangents)
-        return gradients
+        return self.run("backward", self.options, operands, saved, cotangents)
 
-    def forward_saving_logits(self, operands: Operands) -> tuple[Any, ...]:
-        """Returns the results of `forward`, and logits for `backward_with_logits`, or ()."""
+    def forward_saving_logits(self, operands: Operands) -> Any:
+        """Returns what `forward` does, and the saved logits for `backward_with_logits`, or ()."""
         plan = self.cpu
         if plan is None or not self.saves_logits:
             return *self.forward(operands), ()
-        default = Bound(_forward_saving_nothing, self, plan)
-        outputs: tuple[Any, ...] = self._call_on_cpu("keep", default, operands)
-        return outputs
+        call = Bound(call_cpu, "keep", self.options, self.gemms.vocab_axis, plan)
+        return call_on("cpu", call, Bound(_forward_saving_nothing, self, plan), operands)
 
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
-    ) -> Gradients:
-        """Returns the results of `backward`, from the logits of `forward_saving_logits`."""
+    ) -> Any:
+        """Returns what `backward` does, from the logits that `forward_saving_logits` saved."""
         if not logits:
             return self.backward(operands, saved, cotangents)
+        call = Bound(call_cpu, "resume", self.options, self.gemms.vocab_axis, self.cpu)
         arrays = operands, saved, cotangents, logits
-        default = Bound(_backward_with_nothing, self)
-        gradients: Gradients = self._call_on_cpu("resume", default, *arrays)
-        return gradients
-
-    def _call_on_cpu(self, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
-        """Returns the library's call `name` in programs for CPUs, else default(*arrays)."""
-        call = self._calls(name, self.options)["cpu"]
-        call = Bound(call_if_whole, call, default)
-        return jax.lax.platform_dependent(*arrays, cpu=call, default=default)
+        return call_on("cpu", call, Bound(_backward_with_nothing, self), *arrays)
 
     def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
-        """Returns loss, lse, lse_low and gradients for cotangents of the loss.
+        """Returns loss, lse, lse_low, and gradients for cotangents `factors` of the loss.
 
-        `needs_losses` is whether the caller reads losses of tokens whose factor is 0.
+        `needs_losses` is whether losses of tokens whose factor is 0 are read too.
         """
         every_token = self.options.every_token or needs_losses
         options = dataclasses.replace(self.options, every_token=every_token)
         return self.run("fused", options, operands, factors)
 
     def fused_adding(self, operands: Operands, factors: jax.Array, sums: jax.Array) -> Any:
-        """Returns the results of `fused`, with dweight added to float32 `sums`."""
+        """Returns what `fused` does, with dweight added to `sums`, in f32."""
         plan, default = self.cuda, Bound(_fused_adding, self)
         if plan is None or plan.products >= 4 or not has_cuda_call("add"):
             return default(operands, factors, sums)
         call = Bound(call_cuda, "add", self.options, self.gemms.vocab_axis, plan)
-        call = Bound(call_if_whole, call, default)
-        return jax.lax.platform_dependent(operands, factors, sums, cuda=call, default=default)
+        return call_on("cuda", call, default, operands, factors, sums)
 
     def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
-        """Returns the results of the pass `name`; `arrays` are operands and its other inputs."""
+        """Returns the pass `name` of its arrays, operands first."""
         if self.partition is not None:
             whole = dataclasses.replace(self, options=options, partition=None)
             return self.partition(name, whole, *arrays)
         gemms, plan = self.gemms, self.plan
-        by_tokens: Callable[..., Any]
-        by_tokens = Bound(getattr(TokenChunks, name), TokenChunks(options, gemms, plan.tokens))
+        token_chunks = TokenChunks(Loss(options), gemms, plan.tokens)
+        by_tokens: Callable[..., Any] = Bound(getattr(TokenChunks, name), token_chunks)
         if plan.batch_invariant:
             return run_padded(name, by_tokens, plan.tokens, *arrays)
         problem = Problem.of(arrays[0], gemms.vocab_axis, reduced=False)
@@ -158,7 +136,7 @@ class Schedule:
             by_tokens = Bound(run_padded, name, by_tokens, plan.tokens)
             by_columns = Bound(run_padded, name, by_columns, other.tokens)
         default = by_tokens if plan.schedule == "tokens" else by_columns
-        kernels = Kernels(name, options, gemms.vocab_axis, plan.max_scratch_bytes)
+        find = Bound(_find_kernels, name, options, gemms.vocab_axis, plan.max_scratch_bytes)
         calls = {
             platform: Bound(call_if_whole, call, default)
             for platform, call in self._calls(name, options).items()
@@ -166,12 +144,12 @@ class Schedule:
         if options.implementation == "pallas" and pallas.interpret_params is not None:
             # The interpreter calls back in order, which a lowering cannot add to a program.
             target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
-            return kernels.run(target, (True, True), *arrays)
+            return find(target, (True, True), arrays[0])(*arrays)
         if options.implementation == "custom_call":
             return jax.lax.platform_dependent(*arrays, **calls, default=default)
         is_unknown = meshes.is_without_devices(*jax.tree.leaves(arrays))
         primitive = _kernels_for_any if is_unknown else _kernels
-        on_tpu = partial(bind_deferred, primitive, by_columns, kernels=kernels)
+        on_tpu = partial(bind_deferred, primitive, by_columns, name=name, find=find)
         return jax.lax.platform_dependent(*arrays, tpu=on_tpu, **calls, default=default)
 
     def _calls(self, name: str, options: Options) -> dict[str, Any]:
@@ -186,20 +164,20 @@ class Schedule:
 
 
 def _forward_saving_nothing(schedule: Schedule, plan: Plan, operands: Operands) -> tuple[Any, ...]:
-    """Returns the results of `forward_saving_logits`, with zeros for logits that nothing reads."""
+    """Returns what `forward_saving_logits` does in programs that save none."""
     weight = operands.weight
     _, scratch = library_plan.plan_call("cpu", "keep", schedule.gemms.vocab_axis, plan, operands)
     logits = zeros(weight, dtype=weight.dtype), zeros(weight, (scratch,), jnp.uint8)
     return *schedule.forward(operands), logits
 
 
-def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Gradients:
+def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
     return schedule.backward(*arrays[:-1])
 
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
     hidden, weight, *_ = operands
-    # A float32 weight has an unrounded gradient. Hidden states are rounded as before.
+    # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
     rounded = as_gemm_operands(hidden, weight)[0].astype(hidden.dtype)
     operands = operands._replace(hidden=rounded, weight=weight.astype(jnp.float32))
     *numbers, gradients = schedule.fused(operands, factors, needs_losses=False)
@@ -211,37 +189,33 @@ def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: ja
 class Planner:
     """Plans for arrays, with all that a user says of plans."""
 
+    # `isolated` where losses are to be batch-invariant.
+    gemms: Gemms
+    tile: Tile
     max_scratch_bytes: int | None
-    batch_invariant: bool
 
     def schedule(
-        self, options: Options, gemms: Gemms, operands: Any, *, reduced: bool, running: bool = False
+        self, options: Options, operands: Any, *, reduced: bool, running: bool = False
     ) -> Schedule:
         """Returns what runs for operands; `running` as for `plans`."""
-        axis = gemms.vocab_axis
-        found = self.plans(operands, axis, options.tile, reduced=reduced, running=running)
-        return Schedule(self.row_options(options, operands.weight.shape[axis]), gemms, *found)
+        found = self.plans(operands, reduced=reduced, running=running)
+        options = self.row_options(options, operands.weight.shape[self.gemms.vocab_axis])
+        return Schedule(options, self.gemms, *found)
 
     def row_options(self, options: Options, vocab: int) -> Options:
-        """Returns options for the kernels over logits with `vocab` columns."""
-        return options.anywhere(vocab) if self.batch_invariant else options
+        """Returns options for the kernels over logits with so many columns."""
+        return options.anywhere(vocab) if self.gemms.isolated else options
 
     def plans(
-        self,
-        operands: Sequence[Any],
-        vocab_axis: int,
-        tile: Tile,
-        *,
-        reduced: bool,
-        running: bool = False,
+        self, operands: Sequence[Any], *, reduced: bool, running: bool = False
     ) -> tuple[Plan, Plan | None, Plan | None]:
-        """Returns the plan of XLA's chunks, and those of the library on NVIDIA's GPUs and CPUs.
+        """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything.
 
         Operands are hidden, weight and bias, or their shapes and dtypes. `reduced` is whether the
-        loss is a mean or a sum, `running` whether dweight is added to sums.
+        reduction is inside, `running` whether dweight is added to sums.
         """
         hidden, weight, bias, *_ = operands
-        limit = self.max_scratch_bytes
+        limit, vocab_axis = self.max_scratch_bytes, self.gemms.vocab_axis
         if limit is not None:
             try:
                 limit = operator.index(limit)
@@ -254,10 +228,10 @@ class Planner:
                 f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
                 'tokens may be symbolic, but for implementation="reference"'
             )
-        # XLA adds the gradient of a float32 weight to running sums.
+        # XLA adds to running sums what it makes of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
-        if self.batch_invariant:
+        if self.gemms.isolated:
             return plans.plan_equal_chunks(problem, limit), None, None
         is_known = isinstance(problem.tokens, int)
         if not is_known:
@@ -272,42 +246,48 @@ class Planner:
         saves = jax.default_backend() == "cpu"
         cpu = None
         if hidden.dtype == taken.dtype:
-            cpu = library_plan.plan_cpu(problem, plan, tile, hidden.dtype, hands_over=saves)
+            cpu = library_plan.plan_cpu(problem, plan, self.tile, hidden.dtype, hands_over=saves)
         return plan, cuda, cpu
 
-    def fused_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int | None:
-        """Returns the tokens of a chunk, if chunks of tokens compute gradients in the forward pass.
+    def fused_chunk_tokens(self, operands: Operands) -> int | None:
+        """Returns the tokens of chunks that have gradients in the forward pass; None for none.
 
-        Returns None otherwise, and where chunks are padded.
+        Nobody pads these chunks.
         """
-        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=True)
+        plan, _, _ = self.plans(operands, reduced=True)
         is_padded = plan.batch_invariant or plan.any_count
         is_fused = plan.schedule == "tokens" and plan.products < 4 and not is_padded
         return plan.tokens if is_fused else None
 
-    def output_chunk_tokens(self, operands: Operands, vocab_axis: int, tile: Tile) -> int:
+    def output_chunk_tokens(self, operands: Operands) -> int:
         """Returns the tokens of a chunk whose logits have auxiliary outputs."""
-        plan, _, _ = self.plans(operands, vocab_axis, tile, reduced=False)
-        tokens, vocab = operands.labels.shape[0], operands.weight.shape[vocab_axis]
-        return plans.output_chunk_tokens(plan, tokens, vocab)
+        plan, _, _ = self.plans(operands, reduced=False)
+        if plan.batch_invariant:
+            return plan.tokens
+        chunk = max(min(plan.tokens, plans.USUAL_TOKENS), 1)
+        if plan.schedule != "tokens":
+            # The budget is too small for sums of dweight, which are made nevertheless.
+            logit_bytes = 12 if plan.any_count else 8
+            row_bytes = logit_bytes * operands.weight.shape[self.gemms.vocab_axis]
+            chunk = max(plan.max_scratch_bytes // row_bytes, 1)
+        return min(chunk, plan.tokens if plan.any_count else max(operands.labels.shape[0], 1))
+
+
+def has_cpu_calls() -> bool:
+    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
+    return _has_call("cpu", "resume")
+
+
+def has_cuda_call(name: str = "fused") -> bool:
+    """Whether the library is there and has the call; where not, lowering the others says why."""
+    return _has_call("cuda", name)
 
 
 def _has_call(platform: str, name: str) -> bool:
     outcome = library.attempt()
     if isinstance(outcome, library.LibraryError):
         return False
-    targets = outcome[1].targets
-    return any((row.target, row.platform) == (f"{TARGET}_{name}", platform) for row in targets)
-
-
-def has_cpu_calls() -> bool:
-    """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return _has_call("Host", "resume")
-
-
-def has_cuda_call(name: str = "fused") -> bool:
-    """Whether the library is there and has the call; where not, lowering the others says why."""
-    return _has_call("CUDA", name)
+    return platform in outcome[1].platforms_of(f"{TARGET}_{name}")
 
 
 def call_cpu(name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any) -> Any:
@@ -363,36 +343,25 @@ def call_library(
     return gradients if is_backward else (*outputs, gradients)
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """A pass by kernels in Pallas."""
+def _find_kernels(
+    name: PassName,
+    options: Options,
+    vocab_axis: int,
+    max_scratch_bytes: int,
+    target: Target,
+    wanted: tuple[bool, bool],
+    operands: Any,
+) -> Callable[..., Any] | None:
+    """Returns a pass by kernels in Pallas on `target`; None where these do not fit.
 
-    name: PassName
-    options: Options
-    vocab_axis: int
-    # What may be held in HBM.
-    max_scratch_bytes: int
+    `wanted` is which gradients it makes, of hidden and of the others; it returns zeros for others.
+    """
+    from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    def find(self, target: Target, wanted: tuple[bool, bool], operands: Any) -> Any:
-        """Returns `pallas_tpu.choose_kernels` for gradients `wanted`: of hidden, of the others."""
-        from . import pallas_tpu  # late: it takes as long to import as all the rest
-
-        return pallas_tpu.choose_kernels(
-            target,
-            operands,
-            self.vocab_axis,
-            self.max_scratch_bytes,
-            named=self.options.tile,
-            wanted=wanted,
-        )
-
-    def run(self, target: Target, wanted: tuple[bool, bool], *arrays: Any) -> Any:
-        """Returns what the pass gives on `target`, zeros in the place of gradients not `wanted`."""
-        from . import pallas_tpu
-
-        found = self.find(target, wanted, arrays[0])
-        assert found is not None
-        return pallas_tpu.run_pass(self.name, target, found, self.options, *arrays)
+    found = pallas_tpu.choose_kernels(
+        target, operands, vocab_axis, max_scratch_bytes, named=options.tile, wanted=wanted
+    )
+    return None if found is None else partial(pallas_tpu.run_pass, name, target, found, options)
 
 
 def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
@@ -400,11 +369,21 @@ def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays
     return bind_deferred(_library_call, default, *arrays, call=call)
 
 
+def call_on(
+    platform: str, call: Callable[..., Any], default: Callable[..., Any], *arrays: Any
+) -> Any:
+    """Returns call(*arrays) on one device of a `platform`, and default(*arrays) elsewhere."""
+    calls = {platform: Bound(call_if_whole, call, default)}
+    return jax.lax.platform_dependent(*arrays, **calls, default=default)
+
+
 def _choose_call(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
     return (ctx, call) if is_whole(ctx.module_context) else None
 
 
-def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int], **_: Any) -> Any:
+def _choose_kernels(
+    ctx: Any, *, name: PassName, find: Any, tree: Any, keep: Sequence[int], **_: Any
+) -> Any:
     # Pallas would have a kernel for each platform of the module.
     module = ctx.module_context.replace(platforms=("tpu",))
     if not is_whole(module):
@@ -414,15 +393,13 @@ def _choose_kernels(ctx: Any, *, kernels: Kernels, tree: Any, keep: Sequence[int
     except NotImplementedError:
         return None
     # Where gradients begin among the results: of hidden, of the weight, of the bias.
-    first = {"forward": 4, "backward": 0, "fused": 3}[kernels.name]
+    first = {"forward": 4, "backward": 0, "fused": 3}[name]
     wanted = first in keep, any(index > first for index in keep)
-    if kernels.name == "forward" or not any(wanted):
+    if name == "forward" or not any(wanted):
         wanted = True, True
     operands, *_ = jax.tree.unflatten(tree, ctx.avals_in)
-    if kernels.find(target, wanted, operands) is None:
-        return None
-    ctx = ctx.replace(module_context=module, platforms=None)
-    return ctx, partial(kernels.run, target, wanted)
+    run = find(target, wanted, operands)
+    return None if run is None else (ctx.replace(module_context=module, platforms=None), run)
 
 
 _library_call = make_primitive(OPERATION, "linear_cross_entropy_call", _choose_call)

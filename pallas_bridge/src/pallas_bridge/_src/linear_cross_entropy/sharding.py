@@ -1,9 +1,9 @@
-"""How operands are sharded over devices, and what each device computes of its own.
+"""How operands are sharded over devices, and what each device computes.
 
-A `Layout` is of arrays whose sharding is known as a program is traced. Where XLA's partitioner
-shards arrays as it compiles, a `Partitioned` schedule has each device run what fits it: its tokens
-against its vocabulary shard. Where both are sharded over one axis of a mesh, tokens stay and the
-matrix is gathered.
+A `Layout` describes arrays whose sharding is known when a program is traced. Where XLA's
+partitioner shards arrays while it compiles, a `Partitioned` schedule has each device run a plan for
+its own tokens and its vocabulary shard. Where one mesh axis shards both tokens and vocabulary,
+tokens stay sharded and the weight is gathered.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec
 from .. import auto_partitioning, gathering, meshes
 from ..bound import Bound
 from ..compat import shards_by_shardy
-from ..losses.vocab_shards import OverDevices, shard_options
+from ..logits_gemms import Bias
+from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
-from .chunks import Bias, Gradients, Operands
+from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
 from .schedule import PassName, Planner, Schedule
@@ -32,7 +33,7 @@ V, D = "V", "D"
 
 @dataclass(frozen=True)
 class Layout:
-    """How hidden states and the matrix lie on a mesh, or on devices that are there already."""
+    """How hidden states and weight are sharded, over a mesh or within `shard_map`."""
 
     # The mesh axes that the vocabulary stays sharded over.
     names: Names
@@ -45,10 +46,10 @@ class Layout:
     # What each axis of the weight is gathered over before it is used.
     gathered: tuple[Names, ...] = ()
 
-    def exchange(self) -> OverDevices | None:
-        """Returns the collectives of vocabulary shards; None where there is one alone."""
-        exchange = OverDevices.of(self.names) if self.names else None
-        return None if exchange is None or exchange.count == 1 else exchange
+    def exchange(self) -> OverDevices:
+        """Returns the collectives of vocabulary shards."""
+        exchange = OverDevices.of(self.names) if self.names else WHOLE
+        return WHOLE if exchange.count == 1 else exchange
 
     @property
     def leaves_axes(self) -> bool:
@@ -75,7 +76,7 @@ class Layout:
         """Has an array of a number a token lie as the tokens do."""
         if self.mesh is not None:
             return meshes.place(self.mesh, self.tokens, x)
-        return meshes.of_the_only(self.names, x) if self.exchange() is None else x
+        return meshes.of_the_only(self.names, x) if self.exchange().is_whole else x
 
     def run(
         self,
@@ -84,14 +85,14 @@ class Layout:
         hidden: jax.Array,
         weight: jax.Array,
         bias: Bias,
-        *per_token: jax.Array,
+        *per_token: jax.Array | None,
     ) -> Any:
         """Returns function(hidden, weight, bias, *per_token), by each device of its own.
 
         `per_token` are [..] each, and results are sharded as `results` says.
         """
         if self.mesh is None:
-            if self.exchange() is None:
+            if self.exchange().is_whole:
                 alone = partial(meshes.of_the_only, self.names)
                 return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
             return function(hidden, weight, bias, *per_token)
@@ -170,7 +171,7 @@ def _spec(shardings: Sequence[Names]) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """Runs passes of arrays that XLA may shard; its text says all that devices compute."""
+    """Runs passes of arrays that XLA may shard; its text names all that devices compute."""
 
     planner: Planner
 
@@ -232,14 +233,13 @@ class _Pass:
             if V in uneven:
                 vocab = weight.shape[self.schedule.gemms.vocab_axis]
                 gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
-            device = _Device(self.schedule, self.planner, names, mesh_axes[V])
             given = [
                 auto_partitioning.without_padding(one, token_shardings, self.tokens)
                 if self._has_tokens(axes)
                 else one
                 for one, axes in zip(arrays, self.operands, strict=True)
             ]
-            return self._run_flat(getattr(device, self.name), *given)
+            return self._run_flat(partial(self._run_on_device, names, mesh_axes[V]), *given)
 
         return run_own
 
@@ -259,69 +259,38 @@ class _Pass:
             for one, axes in zip(found, self.results, strict=True)
         ]
 
-
-@dataclass(frozen=True)
-class _Device:
-    """The passes of one device."""
-
-    # For arrays that are whole.
-    schedule: Schedule
-    planner: Planner
-    # The mesh axes that shard tokens and the vocabulary.
-    tokens: Names
-    columns: Names
-
-    def _plan(self, operands: Operands, *, reduced: bool) -> tuple[Schedule, LinearLoss | None]:
-        """Returns a schedule for what the device has, and the loss of its shard, if it has one."""
+    def _run_on_device(
+        self, tokens: Names, columns: Names, operands: Operands, *more: Any
+    ) -> tuple[Any, ...]:
+        """Returns the pass of a device's arrays; mesh axes shard `tokens` and `columns`."""
         options, gemms = self.schedule.options, self.schedule.gemms
-        if not self.columns:
-            return self.planner.schedule(options, gemms, operands, reduced=reduced), None
         # A cotangent is the whole's on every device.
-        exchange = OverDevices(self.columns, is_checked=True)
-        own = shard_options(options, exchange)
-        schedule = self.planner.schedule(own, gemms, operands, reduced=False)
-        return schedule, LinearLoss(options, gemms, schedule, exchange)
-
-    def forward(self, operands: Operands) -> Sequence[jax.Array]:
-        """Returns loss, logps, lse and lse_low."""
-        own, loss = self._plan(operands, reduced=False)
-        if loss is None:
-            return own.forward(operands)
-        outputs, saved = derivative.forward(loss, operands, None, is_differentiated=False)
-        return *outputs, saved.lse_low
-
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Gradients:
-        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        own, loss = self._plan(operands, reduced=False)
-        if loss is None:
-            return self._sum_gradients(own.backward(operands, saved, tuple(cotangents)))
-        # As padding: a shard all of whose columns have a bias of -inf.
-        is_empty = jnp.zeros(operands.labels.shape, bool)
-        if operands.bias is not None and self.schedule.options.softcap is None:
-            is_empty |= operands.bias.max() == -jnp.inf
-        lse, lse_low = saved
-        residuals = operands, None, Saved(lse, lse_low, is_empty=is_empty)
-        return self._sum_gradients(derivative.vjp(loss, residuals, cotangents))
-
-    def fused(self, operands: Operands, factors: jax.Array) -> Any:
-        """Returns loss, lse, lse_low and gradients for cotangents of the loss."""
-        own, loss = self._plan(operands, reduced=True)
-        if loss is None and own.is_fused:
-            *outputs, gradients = own.fused(operands, factors, needs_losses=False)
-            return *outputs, self._sum_gradients(gradients)
-        loss = loss or LinearLoss(own.options, own.gemms, own)
-        (losses, *_), saved = derivative.forward(loss, operands, None, is_differentiated=True)
-        gradients = derivative.vjp(loss, (operands, None, saved), (factors, None, None))
-        return losses, saved.lse, saved.lse_low, self._sum_gradients(gradients)
-
-    def _sum_gradients(self, gradients: Gradients) -> Gradients:
-        """Returns gradients with what other devices have of them."""
-        dhidden, dweight, dbias = gradients
-        return (
-            _sum(self.columns, dhidden),
-            _sum(self.tokens, dweight),
-            None if dbias is None else _sum(self.tokens, dbias),
-        )
+        exchange = OverDevices(columns, is_checked=True)
+        reduced = self.name == "fused" and exchange.is_whole
+        own = self.planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
+        loss = LinearLoss(options, gemms, own, exchange)
+        forward = partial(derivative.forward, loss, operands, None)
+        outputs: Sequence[Any] = ()
+        if self.name == "forward":
+            outputs, saved = forward(is_differentiated=False)
+            return *outputs, saved.lse_low
+        if self.name == "backward":
+            (lse, lse_low), cotangents = more
+            # As padding: a shard all of whose columns have a bias of -inf.
+            is_empty = jnp.zeros(operands.labels.shape, bool)
+            if operands.bias is not None and options.softcap is None:
+                is_empty |= operands.bias.max() == -jnp.inf
+            saved = Saved(lse, lse_low, is_empty)
+            gradients = derivative.vjp(loss, (operands, None, saved), cotangents)
+        elif reduced and own.is_fused:
+            *outputs, gradients = own.fused(operands, *more, needs_losses=False)
+        else:
+            (losses, *_), saved = forward(is_differentiated=True)
+            outputs = losses, saved.lse, saved.lse_low
+            gradients = derivative.vjp(loss, (operands, None, saved), (*more, None, None))
+        dhidden, *others = gradients
+        others = jax.tree.map(partial(_sum, tokens), others)
+        return *outputs, _sum(columns, dhidden), *others
 
 
 def _sum(axes: Names, x: jax.Array) -> jax.Array:

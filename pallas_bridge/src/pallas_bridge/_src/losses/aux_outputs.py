@@ -70,6 +70,12 @@ class Request:
         requested = self.lse, self.entropy, self.correct, self.columns is not None
         return tuple(index for index, is_requested in enumerate(requested, 2) if is_requested)
 
+    @property
+    def fields(self) -> list[str]:
+        """The names in `TokenOutputs` of what is computed."""
+        fields = ["loss", "logps", "lse", *(["entropy", "correct"] if self.distribution else [])]
+        return fields if self.columns is None else [*fields, "column_logps"]
+
     def select(self, outputs: TokenOutputs) -> tuple[jax.Array, ...]:
         """Returns the requested outputs, in order."""
         return tuple(one for index in self.indices if (one := outputs[index]) is not None)

@@ -65,7 +65,7 @@ class OverDevices:
 
     def sum(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Returns the sums over shards."""
-        sums: Sequence[jax.Array] = jax.lax.psum(arrays, self.axes)
+        sums: Sequence[jax.Array] = jax.lax.psum(arrays, self.axes) if self.axes else arrays
         return sums
 
     def cotangent(self, x: jax.Array) -> jax.Array:
@@ -229,21 +229,21 @@ def merge(
     options: Options,
     exchange: Exchange,
     width: int,
-    labels: Labels | None,
+    labels: jax.Array,
     columns: jax.Array | None,
     shard: ShardOutputs,
 ) -> ShardOutputs:
     """Returns the outputs of the whole vocabulary, from a shard of `width` columns.
 
-    `shard` has the outputs with `shard_options` and `mark_empty`; `columns` are indices into the
-    whole vocabulary.
+    `shard` has the outputs with `shard_options` and `mark_empty`; labels and columns are indices
+    into the whole vocabulary.
     """
     if exchange.is_whole:
         return shard
-    assert labels is not None
-    whole = ShardOutputs(*merge_losses(options, exchange, labels, shard[:4]))
+    own = shard_labels(options, exchange, labels, width)
+    whole = ShardOutputs(*merge_losses(options, exchange, own, shard[:4]))
     if shard.entropy is not None:
-        distribution = _merge_distribution(exchange, width, labels, whole.lse, shard)
+        distribution = _merge_distribution(exchange, width, own, whole.lse, shard)
         whole = ShardOutputs(*whole[:4], *distribution)
     if columns is not None and shard.picked is not None:
         whole = whole._replace(picked=merge_picked(exchange, width, columns, shard.picked))
@@ -258,6 +258,8 @@ def merge_losses(
     `shard` is loss, logps, lse and lse_low of a shard, with `shard_options` and `mark_empty`.
     """
     loss, logps, lse, lse_low = shard
+    if exchange.is_whole:
+        return loss, logps, lse, lse_low
     highest = exchange.max(lse)
     # lse_low of an lse that is not finite may be NaN.
     lse_low = jnp.where(jnp.isfinite(lse), lse_low, 0)
@@ -271,7 +273,7 @@ def merge_losses(
         sums.append(jnp.where(is_infinite, jnp.inf, loss - less))
     total, at_label, *mean = exchange.sum(*sums)
     more = jnp.log(total)
-    lse, lse_low = _two_sum(highest, more)
+    lse, lse_low = two_sum(highest, more)
     logps = at_label - more
     loss = (1 - options.label_smoothing) * -logps
     if options.z_loss:
@@ -332,6 +334,9 @@ def shard_cotangents(
     columns of dlogits. No small term is a difference of large ones. `is_empty` marks tokens whose
     logits in the shard are all -inf; their gradient there is 0.
     """
+    if exchange.is_whole:
+        g, h, k = given
+        return g, h, k
     g, h, k = map(exchange.cotangent, given)
     smoothing, share = options.label_smoothing, options.label_smoothing / exchange.count
     slope = 2 * options.z_loss * lse if options.z_loss else 0.0
@@ -357,7 +362,7 @@ def set_special(labels: Labels, *scalars: jax.Array) -> list[jax.Array]:
     return [jnp.where(labels.ignored, 0, x * valid) for x in scalars]
 
 
-def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns a + b and its rounding error (Knuth, 1969), 0 where the sum is not finite."""
     total = a + b
     back = total - a

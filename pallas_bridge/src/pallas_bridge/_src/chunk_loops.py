@@ -1,0 +1,81 @@
+"""Loops over chunks of rows: tokens, or columns of a vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .compat import varying_axes
+from .custom_call import vary_alike
+
+
+def make_alike(*arrays: Any) -> list[Any]:
+    """Returns arrays that vary over the same axes within `shard_map`; None stays None.
+
+    The weight that every device has then varies too, and so does its gradient. The transpose is a
+    sum over devices.
+    """
+    varying = iter(vary_alike([x for x in arrays if x is not None]))
+    return [None if x is None else next(varying) for x in arrays]
+
+
+def zeros(
+    like: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Returns zeros of `shape`, or of the shape of `like`, for a loop to fill.
+
+    Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
+    """
+    made = jnp.zeros(like.shape if shape is None else shape, dtype)
+    axes = tuple(sorted(varying_axes(jax.typeof(like) if isinstance(like, jax.Array) else like)))
+    return jax.lax.pcast(made, axes, to="varying") if axes else made
+
+
+def is_one_chunk(chunk: int, total: Any) -> bool:
+    """Whether one chunk has all of `total`; False for a symbolic total."""
+    return isinstance(total, int) and chunk >= total
+
+
+def for_each_chunk(total: Any, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    """Applies body(first, count, carry) to every chunk, the last of which may be shorter.
+
+    A symbolic total is a multiple of the chunk.
+    """
+    whole, rest = divmod(total, chunk)
+    if whole == 1:
+        carry = body(0, chunk, carry)
+    elif whole:
+        carry = jax.lax.fori_loop(0, whole, lambda n, one: body(n * chunk, chunk, one), carry)
+    return body(whole * chunk, rest, carry) if rest else carry
+
+
+def slice_rows(first: Any, count: int, *arrays: Any) -> tuple[Any, ...]:
+    """Returns `count` rows of each array, of trees of arrays, too."""
+
+    def slice_one(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, count)
+
+    rows: tuple[Any, ...] = jax.tree.map(slice_one, arrays)
+    return rows
+
+
+def put_rows(arrays: Any, rows: Any, first: Any) -> Any:
+    """Returns arrays with rows from `first` on replaced, in the arrays' dtypes."""
+    return tuple(
+        jax.lax.dynamic_update_slice_in_dim(array, some.astype(array.dtype), first, 0)
+        for array, some in zip(arrays, rows, strict=True)
+    )
+
+
+def pad_tokens(chunk: int, *arrays: Any) -> list[Any]:
+    """Returns arrays [N, ..], and None, with zeros for tokens that fill the last chunk."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        count = x.shape[0]
+        # As JAX knows a symbolic one for a multiple of the chunk.
+        whole = chunk * ((count + chunk - 1) // chunk)
+        return jnp.pad(x, [(0, whole - count), *[(0, 0)] * (x.ndim - 1)])
+
+    filled: list[Any] = jax.tree.map(fill, list(arrays))
+    return filled

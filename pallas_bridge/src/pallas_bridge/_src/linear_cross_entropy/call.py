@@ -1,0 +1,351 @@
+"""Checks the arguments of a linear loss, and chooses what computes it."""
+
+import copy
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from .. import gathering, meshes, one_program
+from ..arrays import wide
+from ..bound import Bound
+from ..checks import as_array, check_dtype, is_traced, promoted
+from ..chunk_loops import pad_tokens
+from ..cross_entropy.api import AxisName
+from ..implementations import choose
+from ..logits_gemms import Gemms
+from ..losses.aux_outputs import Request, TokenOutputs
+from ..losses.options import check_options, narrow_labels
+from ..losses.reduction import token_factors
+from ..losses.traced import Coefficients
+from ..losses.vocab_shards import WHOLE, shard_options
+from ..operation import Implementation
+from . import derivative
+from .chunks import Operands
+from .declaration import OPERATION
+from .derivative import LinearLoss
+from .schedule import Planner
+from .sharding import Layout, Partitioned, find_layout
+
+
+class Call:
+    """Checked arguments, and what computes their loss."""
+
+    def __init__(
+        self,
+        hidden: ArrayLike,
+        weight: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None,
+        every_token: bool = False,
+        takes_traced: bool = True,
+        *,
+        bias: ArrayLike | None = None,
+        vocab_axis: int | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float | jax.Array = 0.0,
+        z_loss: float | jax.Array = 0.0,
+        softcap: float | None = None,
+        temperature: float | jax.Array = 1.0,
+        max_scratch_bytes: int | None = None,
+        block_size: int | None = None,
+        time_block: int | None = None,
+        implementation: Implementation | None = None,
+        axis_name: AxisName | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Checks the arguments of the public functions.
+
+        `every_token` is whether lse of ignored tokens is read, `takes_traced` whether label
+        smoothing, z-loss and temperature may be traced.
+        """
+        self.coefficients = Coefficients(label_smoothing, z_loss)
+        fixed: Any = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        kernel_temperature: Any = temperature
+        if takes_traced:
+            fixed = self.coefficients.known
+            hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
+        options = check_options(
+            **fixed,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            temperature=kernel_temperature,
+            block_size=block_size,
+            time_block=time_block,
+            every_token=every_token,
+            donate_logits=False,
+            implementation=implementation,
+        )
+        # Whether all is XLA's own program.
+        self.is_dense = choose(OPERATION, implementation) == "reference"
+        self.hidden, self.weight = promote_operands(
+            as_array("hidden", hidden, "[.., D]"), as_array("weight", weight, "[V, D] or [D, V]")
+        )
+        y = as_array("labels", labels, "[..], a label a token")
+        self.bias = None if bias is None else as_array("bias", bias, "[V]")
+        self.axis = find_vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
+        meshes.check_whole(OPERATION, "hidden", self.hidden, columns=-1)
+        # Every chunk takes all of D.
+        self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
+        self.shape = self.hidden.shape[:-1]
+        if not jnp.issubdtype(y.dtype, jnp.integer):
+            raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
+        y = self._check_tokens("labels", y)
+        self.labels, self.options = narrow_labels(y, self.coefficients.for_kernels(options))
+        if not all(isinstance(extent, int) for extent in self.shape):
+            self.options = self.options.in_xla()
+        self.weights = None
+        if weights is not None:
+            self.weights = self._check_tokens("weights", weights).astype(jnp.float32)
+        if batch_invariant and self.is_dense:
+            raise ValueError(
+                "batch_invariant is True with the implementation 'reference', whose products have "
+                "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
+            )
+        gemms = Gemms(self.axis, batch_invariant)
+        self.planner = Planner(gemms, self.options.tile, max_scratch_bytes)
+        self.axis_name = axis_name
+        # How arrays are known to be sharded; None where they are not. On devices, arrays are a
+        # device's.
+        self.layout: Layout | None = None
+
+    def _check_tokens(self, name: str, array: ArrayLike) -> jax.Array:
+        """Returns a checked array of the shape of the tokens."""
+        array = as_array(name, array, "[..], a number a token")
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
+        if array.shape != self.shape:
+            raise ValueError(
+                f"{name} have shape {array.shape}; it must be that of hidden without its last "
+                f"axis, {self.shape}"
+            )
+        return array
+
+    @property
+    def flat(self) -> Operands:
+        """The operands, with one axis of tokens."""
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return Operands(hidden, self.weight, self.bias, self.labels.reshape(-1))
+
+    @property
+    def unflattened(self) -> Operands:
+        """The same, with all axes of tokens where XLA may shard any of them (`Partitioned`)."""
+        # A single token has no axis, and nothing to shard.
+        is_known = self.shape and all(isinstance(extent, int) for extent in self.shape)
+        is_open = self.layout is None and not self.is_dense
+        if is_known and is_open and meshes.are_left_to_xla(self.hidden, self.weight):
+            return Operands(self.hidden, self.weight, self.bias, self.labels)
+        return self.flat
+
+    def factors(self, reduction: Literal["mean", "sum"]) -> jax.Array:
+        """Returns the factor [..] of every token's loss."""
+        return token_factors(self.options, reduction, self.labels, self.weights)
+
+    def find_layout(self) -> None:
+        """Finds how arrays are known to be sharded; else warns where XLA gathers some."""
+        layout = find_layout(self.hidden, self.weight, self.axis, self.axis_name)
+        if layout is not None:
+            self.layout = layout
+            self.labels = layout.place(self.labels)
+            self.weights = None if self.weights is None else layout.place(self.weights)
+        elif not self.is_dense:
+            self.hidden = gathering.watched(OPERATION, "hidden", self.hidden, -1, axis_of="D")
+            self.weight = gathering.watched(
+                OPERATION, "weight", self.weight, self.axis, calls_ask=True
+            )
+
+    def outputs(
+        self, requested: Request, reduction: Literal["mean", "sum"] | None = None
+    ) -> TokenOutputs:
+        """Returns loss, logps, lse and the `requested` outputs of each token [..].
+
+        With a reduction the loss is a scalar, and there are no logps.
+        """
+        factors = None if reduction is None else self.factors(reduction)
+        layout = self.layout
+        if layout is None:
+            return self._outputs(requested, factors)
+        fields = dict.fromkeys(requested.fields, layout.tokens)
+        if factors is not None:
+            del fields["logps"]
+            fields["loss"] = PartitionSpec()
+
+        def on_device(
+            hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any, columns: Any
+        ) -> dict[str, jax.Array]:
+            own = copy.copy(self)
+            own.hidden, own.weight, own.bias = hidden, layout.gather(weight), bias
+            own.labels, own.shape = labels, labels.shape
+            found = own._outputs(dataclasses.replace(requested, columns=columns), factors)
+            if factors is not None:
+                found = found._replace(loss=layout.total(found.loss))
+            return {name: getattr(found, name) for name in fields}
+
+        columns = None if requested.columns is None else layout.place(requested.columns)
+        arrays = self.hidden, self.weight, self.bias, self.labels, factors, columns
+        found = layout.run(on_device, fields, *arrays)
+        return TokenOutputs(**{"logps": found["loss"], **found})
+
+    def _outputs(self, requested: Request, factors: jax.Array | None) -> TokenOutputs:
+        """Returns the outputs of whole arrays, or a device's; `factors` reduce the loss."""
+        loss = self._loss(requested, is_reduced=factors is not None)
+        operands = self.flat
+        if not requested.any:
+            operands = self.unflattened
+        elif loss.exchange.is_whole and not self.is_dense:
+            # Flattening leaves tokens where they are if the first axis alone is sharded.
+            for axis in range(1, self.hidden.ndim - 1):
+                self.hidden = gathering.watched(
+                    OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
+                )
+            operands = self.flat
+        hidden, labels, columns = operands.hidden, operands.labels, requested.columns
+        if columns is not None:
+            columns = columns.reshape(-1, columns.shape[-1])
+        factors = None if factors is None else factors.reshape(labels.shape)
+        has_chunks = requested.any and not self.is_dense
+        if has_chunks and (loss.gemms.isolated or not isinstance(labels.shape[0], int)):
+            arrays = pad_tokens(loss.chunk_tokens, hidden, labels, columns, factors)
+            hidden, labels, columns, factors = arrays
+        operands = operands._replace(hidden=hidden, labels=labels)
+        requested = dataclasses.replace(requested, columns=columns)
+        run: Any = derivative.per_token if factors is None else derivative.reduced
+        more = [] if factors is None else [factors]
+        found: TokenOutputs = one_program.run(Bound(run, loss), requested, operands, *more)
+        if labels.shape == self.shape:
+            return found
+        count = self.labels.size
+
+        def shape(one: jax.Array) -> jax.Array:
+            # A scalar is a loss that is reduced.
+            return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
+
+        shaped: TokenOutputs = jax.tree.map(shape, found)
+        return shaped
+
+    def _loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
+        """Returns how the loss and what is requested are computed, by implementation and plan."""
+        operands, planner, layout = self.flat, self.planner, self.layout
+        exchange = WHOLE if layout is None else layout.exchange()
+        loss = LinearLoss(
+            self.options,
+            planner.gemms,
+            exchange=exchange,
+            is_dense=self.is_dense,
+            distribution=requested.distribution,
+            correct=requested.correct,
+        )
+        if self.is_dense:
+            return loss
+        if requested.any:
+            options = planner.row_options(self.options, operands.weight.shape[self.axis])
+            chunk = planner.output_chunk_tokens(operands)
+            loss = dataclasses.replace(loss, options=options, chunk_tokens=chunk)
+            is_known = is_reduced and layout is None
+            return self._fuse_outputs(loss, requested) if is_known else loss
+        if layout is not None and not exchange.is_whole:
+            own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
+            can_fuse = is_reduced and layout.leaves_axes
+            fused_chunk = planner.fused_chunk_tokens(operands) if can_fuse else None
+            return dataclasses.replace(
+                loss,
+                schedule=own,
+                is_fused=fused_chunk is not None,
+                chunk_tokens=fused_chunk or 0,
+            )
+        planned = planner.schedule(self.options, operands, reduced=is_reduced)
+        # Nothing shards a symbolic number of tokens.
+        if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
+            partition = Partitioned(planner)
+            planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
+        is_fused = is_reduced and planned.is_fused
+        return dataclasses.replace(
+            loss, options=planned.options, schedule=planned, is_fused=is_fused
+        )
+
+    def _fuse_outputs(self, loss: LinearLoss, requested: Request) -> LinearLoss:
+        """Returns `loss` with auxiliary outputs by the pass that makes gradients, if it can."""
+        operands, planner = self.flat, self.planner
+        is_whole = not meshes.are_left_to_xla(*operands[:2])
+        # A weight [D, V] has no rows to gather for the columns.
+        has_rows = requested.columns is None or self.axis == 0
+        if not (has_rows and is_whole) or planner.gemms.isolated:
+            return loss
+        planned = planner.schedule(self.options, operands, reduced=True)
+        # Nobody pads the chunks of this pass.
+        if not planned.is_fused or planned.plan.any_count:
+            return loss
+        cuda = planned.cuda
+        cuda = cuda if cuda is not None and cuda.products < 4 else None
+        return dataclasses.replace(loss, is_fused=True, cuda=cuda)
+
+
+def _divide(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
+    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
+
+    Raises:
+        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
+    """
+    if not is_traced(temperature):
+        return hidden, bias, temperature
+    if softcap is not None:
+        raise TypeError(
+            "temperature is traced and softcap is given; it must be a Python number then, since "
+            "hidden cannot be divided by it before the softcap"
+        )
+    if temperature.ndim or not jnp.issubdtype(temperature.dtype, jnp.floating):
+        raise TypeError(
+            f"temperature is traced, of shape {temperature.shape} and dtype {temperature.dtype}; "
+            "it must be a scalar of a float dtype"
+        )
+    hidden = as_array("hidden", hidden, "[.., D]")
+    check_dtype("hidden", hidden)
+    divisor = temperature.astype(jnp.float32)
+    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
+    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
+
+
+def promote_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
+    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
+    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
+
+
+def find_vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
+    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
+    check_dtype("hidden", hidden)
+    check_dtype("weight", weight)
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
+    width = hidden.shape[-1]
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
+        )
+    if vocab_axis is None:
+        if weight.shape == (width, width):
+            raise ValueError(
+                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
+                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
+            )
+        vocab_axis = 0 if weight.shape[1] == width else 1
+    if vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
+    if weight.shape[1 - vocab_axis] != width:
+        raise ValueError(
+            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
+            f"weight must have the {width} columns of hidden"
+        )
+    vocab = weight.shape[vocab_axis]
+    if bias is not None:
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
+        if bias.shape != (vocab,):
+            raise ValueError(
+                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
+                "vocabulary"
+            )
+    return vocab_axis
