@@ -4,7 +4,7 @@
 source scripts/tiers/common.sh
 source scripts/jax_environment.sh
 
-XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,real,train,docs}.txt
+XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,train,docs}.txt
 export PATH=$PWD/.venv-docs/bin:$PATH
 compile_kernels_once
 build_pallas_bridge
