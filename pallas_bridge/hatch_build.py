@@ -38,7 +38,12 @@ COMPILER = tuple(
     for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
 )
 # One of these exists where there is an NVIDIA GPU: on Linux, in WSL 2, on a Jetson.
-GPUS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/nvhost-gpu")
+GPUS = (
+    "/dev/nvidiactl",
+    "/proc/driver/nvidia/version",
+    "/usr/lib/wsl/lib/libcuda.so.1",
+    "/dev/nvhost-gpu",
+)
 TARGET = re.compile(r"(?P<machine>x86_64|aarch64)-unknown-linux-gnu\.(?P<glibc>2\.\d+)")
 
 
