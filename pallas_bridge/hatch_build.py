@@ -2,16 +2,17 @@
 
 The library is plain C with no Python in it, so that one wheel serves every Python of a platform.
 
-Kernels for NVIDIA GPUs are part of it on Linux. CUDA's compiler is then asked for as a
-requirement of the build, unless there is one at XENTILE_NVCC; the machine that builds needs no GPU.
-XENTILE_CUDA=0 leaves the kernels out and downloads nothing of CUDA, and XENTILE_CUDA=1 fails where
-there is no compiler.
+It has kernels for NVIDIA GPUs where the machine that builds has such a GPU, or XENTILE_NVCC names a
+CUDA compiler; otherwise it is for CPUs only, and the build says so. XENTILE_CUDA=1 builds them on
+any machine, and fails without a compiler; XENTILE_CUDA=0 never builds them. Unless XENTILE_NVCC
+names a compiler, the build requires the one that NVIDIA's packages have.
 
 XENTILE_WHEEL_TARGET, such as `aarch64-unknown-linux-gnu.2.28`, builds for another machine, or for
 an older glibc, with cargo-zigbuild: a target of Rust's and a version of glibc. scripts/wheels.sh
 sets it.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -36,6 +37,13 @@ COMPILER = tuple(
     f"nvidia-{name}==13.0.*"
     for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
 )
+# One of these exists where there is an NVIDIA GPU: on Linux, in WSL 2, on a Jetson.
+GPUS = (
+    "/dev/nvidiactl",
+    "/proc/driver/nvidia/version",
+    "/usr/lib/wsl/lib/libcuda.so.1",
+    "/dev/nvhost-gpu",
+)
 TARGET = re.compile(r"(?P<machine>x86_64|aarch64)-unknown-linux-gnu\.(?P<glibc>2\.\d+)")
 
 
@@ -44,8 +52,9 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """Returns what the build needs besides hatchling: CUDA's compiler, where it is wanted."""
-        named = os.environ.get("XENTILE_NVCC")
-        return list(COMPILER) if self.target_name == "wheel" and wants_cuda() and not named else []
+        if self.target_name != "wheel" or why_without_cuda() or os.environ.get("XENTILE_NVCC"):
+            return []
+        return list(COMPILER)
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds; `version` is "editable" for a development install."""
@@ -95,7 +104,7 @@ def report_platform(root: Path) -> None:
     if obstacle := platforms.obstacle():
         raise RuntimeError(obstacle)
     if caution := platforms.caution():
-        print(f"warning: {caution}", file=sys.stderr)
+        tell(f"warning: {caution}")
 
 
 def wheel_target() -> re.Match[str] | None:
@@ -132,7 +141,8 @@ def compile_library(workspace: Path, target: re.Match[str] | None) -> Path:
         command = ["cargo-zigbuild", "rustc", "--target", target[0]]
     command += ["--release", "--locked", "--package", CRATE, "--crate-type", "cdylib"]
     command += ["--message-format", "json"]
-    environment = dict(os.environ)
+    # Line tables take time to make, and are stripped below.
+    environment = {"CARGO_PROFILE_RELEASE_DEBUG": "0", **os.environ}
     compiler = cuda_compiler(workspace)
     if compiler is not None:
         command += ["--features", "cuda"]
@@ -155,30 +165,45 @@ def compile_library(workspace: Path, target: re.Match[str] | None) -> Path:
     raise RuntimeError(f"`{' '.join(command)}` made no library")
 
 
-def wants_cuda() -> bool:
-    """Whether the library is to have kernels for NVIDIA GPUs, where there is a compiler."""
+def why_without_cuda() -> str:
+    """Returns why the library is to have no kernels for NVIDIA GPUs, or an empty string."""
     wanted = os.environ.get("XENTILE_CUDA", "")
     if wanted not in {"", "0", "1"}:
         raise RuntimeError(
             f"XENTILE_CUDA is {wanted!r}; it must be 0 for a library without CUDA, 1 for one with "
-            "it, or empty for what can be had"
+            "it, or empty for one with it where there is an NVIDIA GPU"
         )
-    on_linux = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
-    return wanted == "1" or (wanted == "" and on_linux)
+    if wanted:
+        return "XENTILE_CUDA is 0" if wanted == "0" else ""
+    if sys.platform != "linux" or platform.machine() not in {"x86_64", "aarch64"}:
+        return "kernels for NVIDIA GPUs are for Linux on x86-64 and aarch64"
+    if os.environ.get("XENTILE_NVCC") or any(map(os.path.exists, GPUS)):
+        return ""
+    return "no NVIDIA GPU is in sight"
 
 
 def cuda_compiler(workspace: Path) -> Path | None:
-    """Returns CUDA's compiler, or none where the library is to do without."""
-    if wants_cuda():
+    """Returns CUDA's compiler; None, and says why, for a library that is for CPUs only."""
+    why = why_without_cuda()
+    if not why:
         for compiler in cuda_compilers(workspace):
             if compiler.is_file():
                 return compiler
-    if os.environ.get("XENTILE_CUDA") == "1":
-        raise RuntimeError(
-            "XENTILE_CUDA is 1, and there is no CUDA compiler: set XENTILE_NVCC or CUDA_HOME, or "
-            f"install {' '.join(COMPILER)}"
+        why = (
+            "there is no CUDA compiler: set XENTILE_NVCC or CUDA_HOME, or install "
+            f"{' '.join(COMPILER)}"
         )
+    if os.environ.get("XENTILE_CUDA") == "1":
+        raise RuntimeError(f"XENTILE_CUDA is 1, and {why}")
+    tell(f"pallas_bridge is built for CPUs only: {why} (XENTILE_CUDA=1 builds for GPUs too)")
     return None
+
+
+def tell(message: str) -> None:
+    """Prints a line, on the terminal too: pip hides what a build that succeeds prints."""
+    print(message, file=sys.stderr)
+    with contextlib.suppress(OSError), open("/dev/tty", "w", encoding="utf-8") as terminal:
+        print(f"\n{message}", file=terminal)
 
 
 def cuda_compilers(workspace: Path) -> Iterator[Path]:

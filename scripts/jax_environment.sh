@@ -54,12 +54,17 @@ use_jax_environment() {
     python -c 'import jax, sys; print(f"jax {jax.__version__}, python {sys.version.split()[0]}")'
 }
 
-# Installs pallas_bridge there from its wheel, of which one serves every version of JAX of a run of
-# scripts/test.sh.
+# Builds a wheel of pallas_bridge in XENTILE_TEST_WHEELS, where one serves every tier of a run of scripts/test.sh.
+build_pallas_bridge() {
+    export XENTILE_TEST_WHEELS=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
+    compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null ||
+        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
+}
+
+# Installs it in the environment on PATH.
 install_pallas_bridge() {
-    local wheels=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
-    compgen -G "$wheels/pallas_bridge-*.whl" >/dev/null ||
-        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" ./pallas_bridge
+    build_pallas_bridge
     # --force-reinstall, as the version stays the same from one change to the next.
-    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pallas_bridge-*.whl
+    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
+        "$XENTILE_TEST_WHEELS"/pallas_bridge-*.whl
 }

@@ -5,7 +5,9 @@
     python scripts/pages.py left-out            the blocks that no test runs, with why
 
 A fence's first word is its language. A word after it says what it takes: `network` for what fetches
-something, which the tier readme runs; `gpu` or `tpu` for what no test runs.
+something, which the tier readme runs; `gpu` or `tpu` for what no test runs. `sh install` is what a
+page needs beside pallas_bridge, and `sh clone` at its top says that it needs the checkout: other
+pages are run outside of it.
 """
 
 import argparse
@@ -20,8 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # What a test does with blocks of these: run them, compile them, or read them alone.
 RUN, COMPILED, READ = {"python", "sh"}, {"rust", "c", "cpp"}, {"yaml", "json", "toml", "text"}
-# What a block takes.
-REASONS = {"network", "gpu", "tpu"}
+# What a block takes, and what it is for.
+DEVICES = {"gpu", "tpu"}
+REASONS = {"network", "clone", "install"} | DEVICES
+CLONE = "git clone https://github.com/xentile/xentile && cd xentile\n"
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,33 @@ def left_out() -> list[Block]:
         block
         for page in pages()
         for block in blocks(page)
-        if set(block.reasons) - {"network"} and block.language in RUN | COMPILED
+        if set(block.reasons) & DEVICES and block.language in RUN | COMPILED
     ]
+
+
+def needs_checkout(page: Path) -> bool:
+    """Whether a page says that it is for a clone."""
+    return any("clone" in block.reasons for block in blocks(page))
+
+
+def installs(page: Path) -> tuple[str, ...]:
+    """The packages that a page says to install beside pallas_bridge, in order."""
+    texts = [block.text for block in blocks(page) if "install" in block.reasons]
+    return tuple(sorted(set("".join(texts).replace("pip install", "").split())))
+
+
+def program(page: Path) -> str:
+    """A page's Python, each line at its place in the page, for tracebacks to name that."""
+    text = ""
+    for block in blocks(page):
+        if block.language == "python" and not block.reasons:
+            text += "\n" * (block.line - 1 - text.count("\n")) + block.text
+    return text
 
 
 def run_page(page: Path) -> None:
     """Runs a page's Python in this process, from top to bottom."""
-    names = {"__name__": "__main__"}
-    for block in blocks(page):
-        if block.language == "python" and not block.reasons:
-            # So that a traceback names the line of the page.
-            source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, str(page.relative_to(ROOT)), "exec"), names)
+    exec(compile(program(page), str(page.relative_to(ROOT)), "exec"), {"__name__": "__main__"})
 
 
 def build(folder: Path) -> int:

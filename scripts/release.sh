@@ -35,9 +35,10 @@ scripts/setup.sh scripts/requirements-packaging.txt
 export PATH=$PWD/.venv/bin:$PATH
 python scripts/third_party_licenses.py --check || fail "licences of linked crates are stale"
 scripts/check_crates.sh || fail "a crate cannot be packaged"
+scripts/tests/install/checkout.sh || fail "pallas_bridge cannot be installed from a checkout"
 scripts/tests/install/test.sh || fail "the installed prefix cannot be used"
 scripts/wheels.sh --out "$out" || fail "a wheel cannot be built or used"
 ((failed == 0)) || exit 1
 printf 'release %s: all is well; to upload:\n' "$version"
 find "$out" -name "pallas_bridge-$version*" | sort
-find "${CARGO_TARGET_DIR:-target}/package" -name "*-$version.crate" | sort
+printf 'and the crates, by cargo publish --workspace --locked\n'

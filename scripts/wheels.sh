@@ -7,7 +7,8 @@
 # Both machines and the folder dist/ without arguments. What a wheel's library needs is held against its
 # name by auditwheel; that for this machine is installed and called in a clean environment of each
 # Python from 3.11 to 3.13 that is found, and one for aarch64 is called under emulation on x86-64.
-# zig links against the older glibc. XENTILE_CUDA=0 leaves out kernels for NVIDIA GPUs.
+# zig links against the older glibc. XENTILE_CUDA=0 leaves out kernels for NVIDIA GPUs. A wheel must be
+# smaller than 25 MiB.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/help.sh"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -34,7 +35,7 @@ CARGO_ZIGBUILD_ZIG_PATH=$(python -c 'import ziglang; print(ziglang.__path__[0])'
 export CARGO_ZIGBUILD_ZIG_PATH
 mkdir -p "$out"
 out=$(realpath "$out")
-export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target} XENTILE_CUDA=${XENTILE_CUDA:-1}
 
 # Always in the same folder, for cargo to find what it compiled before.
 source_folder=$CARGO_TARGET_DIR/sdist
@@ -61,6 +62,12 @@ for machine in "${machines[@]}"; do
     printf '%s\n' "$shown"
     [[ ${shown//[[:space:]]/ } =~ platform\ tag:\ +\"manylinux_2_([0-9]|1[0-9]|2[0-8])_$machine\" ]] || {
         printf 'wheels: error: %s needs a newer glibc than %s\n' "$wheel" "$glibc" >&2
+        exit 1
+    }
+    size=$(stat --format %s "$wheel")
+    printf '%s: %d KiB\n' "${wheel##*/}" $((size / 1024))
+    ((size < 25 << 20)) || {
+        printf 'wheels: error: %s has %d bytes; it must have fewer than 25 MiB\n' "$wheel" "$size" >&2
         exit 1
     }
     if [[ $machine == $(uname -m) ]]; then

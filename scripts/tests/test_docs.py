@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from pages import COMPILED, READ, REASONS, RUN, blocks, pages  # noqa: E402
+from pages import CLONE, COMPILED, READ, REASONS, RUN, blocks, pages  # noqa: E402
 
 DOCS = ROOT / "docs"
 PAGE = (ROOT / "docs" / "developing" / "adding-an-operation.md").read_text(encoding="utf-8")
@@ -123,6 +123,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{path} is not there"
         assert not anchor or anchor in anchors(target), f"no heading #{anchor} in {target}"
+
+
+def test_pages_for_a_clone_say_so_first() -> None:
+    """What only a checkout can run is on pages whose first command clones it."""
+    for page in pages():
+        found = list(blocks(page))
+        clones = [block for block in found if "clone" in block.reasons]
+        assert [block.text for block in clones] in ([], [CLONE]), page
+        assert not clones or clones == [b for b in found if b.language in RUN | COMPILED][:1], page
+        for block in found:
+            anywhere = block.language in RUN | READ - {"yaml"}
+            anywhere &= set(block.reasons) <= {"install"}
+            assert clones or anywhere, f"{block.name} needs a checkout, and no `sh clone` is above"
+            if "install" in block.reasons:
+                assert re.fullmatch(r"pip install [\w ]+\n", block.text), block.name
 
 
 def test_fences_are_of_known_kinds() -> None:

@@ -1,12 +1,17 @@
 """Builds the site in docs/, runs the code of its pages, and compares what is made with the code.
 
-Run by scripts/tiers/docs.sh, which builds the library and the tools before.
+A page's commands and Python run in an environment that has pallas_bridge from its wheel and what
+the page says to install, in a new folder; those of a page that says that it needs a clone, in ROOT.
+
+Run by scripts/tiers/docs.sh, which builds the library, the tools and the wheel before.
 """
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benches")]
 
-from pages import READ, Block, blocks, build, pages  # noqa: E402
+from pages import (  # noqa: E402
+    READ,
+    Block,
+    blocks,
+    build,
+    installs,
+    needs_checkout,
+    pages,
+    program,
+)
 from test_readme import commands  # noqa: E402
 
 LIMIT_S = 300
@@ -22,14 +36,17 @@ BINARIES = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 ALL = [block for page in pages() for block in blocks(page) if not block.reasons]
 
 
-def run(*command: str | Path) -> str:
-    """Runs a command in the root of the repository, and returns what it printed.
+def run(
+    *command: str | Path, folder: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> str:
+    """Runs a command in a folder, and returns what it printed.
 
     Fails where the command does.
     """
     result = subprocess.run(
         [str(part) for part in command],
-        cwd=ROOT,
+        cwd=folder,
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -89,6 +106,51 @@ def test_readme_has_the_tables_of_the_tree() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside of the checkout, which has the environments and the folders of pages."""
+    folder = tmp_path_factory.mktemp("outside")
+    assert not folder.resolve().is_relative_to(ROOT)
+    return folder
+
+
+@functools.cache
+def python_with(packages: tuple[str, ...], outside: Path) -> Path:
+    """The Python of an environment that has the wheel and these packages, in tested versions."""
+    environment = outside / "-".join(["python", *packages])
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    # JAX and the wheel are installed once.
+    if packages:
+        site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        base = run(python_with((), outside), "-c", site)
+        Path(run(python, "-c", site).strip(), "base.pth").write_text(base, encoding="utf-8")
+    wheel = next(Path(os.environ["XENTILE_TEST_WHEELS"]).glob("pallas_bridge-*.whl"))
+    tested = [f"--constraint=scripts/requirements-{name}.txt" for name in ("jax", "train")]
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", *tested, *(packages or [wheel]))
+    return python
+
+
+def folder_of(page: Path, outside: Path) -> Path:
+    """The folder outside of the checkout for what a page makes."""
+    folder = outside / page.relative_to(ROOT).with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_on(page: Path, outside: Path, *command: str | Path) -> None:
+    """Runs a command as a reader of the page would."""
+    bin_folder = python_with(installs(page), outside).parent
+    there = [part for part in os.environ["PATH"].split(":") if not Path(part).is_relative_to(ROOT)]
+    environment = {**os.environ, "PATH": ":".join([str(bin_folder), *there])}
+    # What is installed is under test.
+    for variable in ("PYTHONPATH", "XENTILE_XLA_LIBRARY", "VIRTUAL_ENV"):
+        environment.pop(variable, None)
+    folder = ROOT if needs_checkout(page) else folder_of(page, outside)
+    run(*command, folder=folder, environment=environment)
+
+
 SHELL = [
     (block, command)
     for block in ALL
@@ -101,18 +163,20 @@ SHELL = [
 @pytest.mark.parametrize(
     ("block", "command"), SHELL, ids=[f"{block.name} {command}" for block, command in SHELL]
 )
-def test_command(block: Block, command: str) -> None:
-    """The command works in a clone's root."""
-    run("bash", "-euo", "pipefail", "-c", command)
+def test_command(block: Block, command: str, outside: Path) -> None:
+    """The command works."""
+    run_on(block.page, outside, "bash", "-euo", "pipefail", "-c", command)
 
 
 PYTHON = list(dict.fromkeys(block.page for block in ALL if block.language == "python"))
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=[str(page.relative_to(ROOT)) for page in PYTHON])
-def test_python(page: Path) -> None:
+def test_python(page: Path, outside: Path) -> None:
     """The Python of a page runs from top to bottom."""
-    run(sys.executable, "scripts/pages.py", "run", page)
+    source = folder_of(page, outside) / "page.py"
+    source.write_text(program(page), encoding="utf-8")
+    run_on(page, outside, "python", source)
 
 
 @in_language("cpp")

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # The site in docs/: it builds without a warning, what is made from code is up to date, and the code on its
-# pages runs. In a virtual environment of its own.
+# pages runs. The first two in a virtual environment of their own, pages in environments that have the wheel.
 source scripts/tiers/common.sh
+source scripts/jax_environment.sh
 
-XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,real,train,docs}.txt
+XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,train,docs}.txt
 export PATH=$PWD/.venv-docs/bin:$PATH
+compile_kernels_once
+build_pallas_bridge
 cargo build --release
 export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
 export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu

@@ -31,6 +31,7 @@ check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
 check "mypy, examples" mypy examples/{processes,train,tests}
 check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
+check "build hook" pytest -q scripts/tests/test_build_hook.py
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "no circles between files" pytest -q scripts/tests/test_circles.py
 check "words" pytest -q scripts/tests/test_words.py
