@@ -5,7 +5,8 @@
     python scripts/pages.py left-out            the blocks that no test runs, with why
 
 A fence's first word is its language. A word after it says what it takes: `network` for what fetches
-something, which the tier readme runs; `gpu` or `tpu` for what no test runs.
+something, which the tier readme runs; a package for what the tier frameworks runs; `gpu` or `tpu`
+for what no test runs.
 """
 
 import argparse
@@ -20,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # What a test does with blocks of these: run them, compile them, or read them alone.
 RUN, COMPILED, READ = {"python", "sh"}, {"rust", "c", "cpp"}, {"yaml", "json", "toml", "text"}
-# What a block takes.
-REASONS = {"network", "gpu", "tpu"}
+# What a block takes: a package that is tested in an environment of its own, among others.
+PACKAGES = {"maxtext", "levanter", "easydel", "tunix"}
+REASONS = {"network", "gpu", "tpu"} | PACKAGES
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def left_out() -> list[Block]:
         block
         for page in pages()
         for block in blocks(page)
-        if set(block.reasons) - {"network"} and block.language in RUN | COMPILED
+        if set(block.reasons) - {"network"} - PACKAGES and block.language in RUN | COMPILED
     ]
 
 
