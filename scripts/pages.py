@@ -5,9 +5,9 @@
     python scripts/pages.py left-out            the blocks that no test runs, with why
 
 A fence's first word is its language. A word after it says what it takes: `network` for what fetches
-something, which the tier readme runs; `gpu` or `tpu` for what no test runs. `sh install` is what a
-page needs beside pallas_bridge, and `sh clone` at its top says that it needs the checkout: other
-pages are run outside of it.
+something, which the tier readme runs; a package for what the tier frameworks runs; `gpu` or `tpu`
+for what no test runs. `sh install` is what a page needs beside pallas_bridge, and `sh clone` at its
+top says that it needs the checkout: other pages are run outside of it.
 """
 
 import argparse
@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # What a test does with blocks of these: run them, compile them, or read them alone.
 RUN, COMPILED, READ = {"python", "sh"}, {"rust", "c", "cpp"}, {"yaml", "json", "toml", "text"}
-# What a block takes, and what it is for.
-DEVICES = {"gpu", "tpu"}
-REASONS = {"network", "clone", "install"} | DEVICES
+# What a block takes, a package that is tested in an environment of its own among others, or is for.
+DEVICES, PACKAGES = {"gpu", "tpu"}, {"maxtext", "levanter", "easydel", "tunix"}
+REASONS = {"network", "clone", "install"} | DEVICES | PACKAGES
 CLONE = "git clone https://github.com/xentile/xentile && cd xentile\n"
 
 

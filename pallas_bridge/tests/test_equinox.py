@@ -107,6 +107,40 @@ def test_norms_in_the_interface_of_equinox(
     check(chain(x), jnp.sin(theirs(x)))
 
 
+@pytest.mark.parametrize(("layer", "of_equinox"), NORMS)
+def test_norms_of_many_shapes(layer: Any, of_equinox: Any, rng: np.random.Generator) -> None:
+    """The cases of Equinox's own tests, with the parameters that a new layer has."""
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (128, {}, "float32"),
+        ((128, 128), {"use_weight": False, "use_bias": False}, "float32"),
+        ((3, 1, 5), {"eps": 1e-3}, "float32"),
+        (128, {"dtype": jnp.bfloat16}, "bfloat16"),
+        (10, {"dtype": jnp.float16}, "float16"),
+    ]
+    for shape, options, dtype in cases:
+        one, theirs = (module(shape, **options) for module in (layer, of_equinox))
+        assert jax.tree.map(jnp.shape, jax.tree.leaves(one)) == jax.tree.map(
+            jnp.shape, jax.tree.leaves(theirs)
+        )
+        check(one, theirs)
+        x = draw(rng, *theirs.shape, dtype=dtype)
+        check(one(x), theirs(x), 2e-5 if dtype == "float32" else 2e-2)
+    # Without deviation there is nothing but the bias.
+    same = jnp.full(16, 3.0)
+    check(layer(16)(same), of_equinox(16)(same))
+
+
+def test_layer_norm_is_that_of_shifted_arrays() -> None:
+    x = jnp.linspace(0.1, 1, 10)
+    layer = ours.LayerNorm(10)
+    check(layer(x), (x - x.mean()) / jnp.sqrt(x.var() + 1e-5))
+    check(layer(x), layer(x - 0.1))
+    with pytest.warns(UserWarning, match="elementwise_affine"):
+        plain = ours.LayerNorm(10, elementwise_affine=False)
+    assert plain.weight is None and plain.bias is None
+    check(plain(x), layer(x))
+
+
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
@@ -152,6 +186,83 @@ def test_attention_masks_dropout_and_positions(rng: np.random.Generator) -> None
         one(x, x, x, inference=True, process_heads=lambda q, k, v: (q[:1], k, v))
     with pytest.raises(ValueError, match="mask must have shape"):
         one(x, x, x, CAUSAL[:2], inference=True)
+
+
+@pytest.mark.parametrize("vo_size", [13, 17])
+def test_attention_of_many_sizes(vo_size: int, rng: np.random.Generator) -> None:
+    """Queries, keys and values of other features and lengths, and every bias."""
+    options = {
+        "num_heads": 2,
+        "query_size": 3,
+        "key_size": 5,
+        "value_size": 7,
+        "output_size": 11,
+        "qk_size": 13,
+        "vo_size": vo_size,
+        "use_query_bias": True,
+        "use_key_bias": True,
+        "use_value_bias": True,
+        "use_output_bias": True,
+    }
+    new = [
+        module(**options, key=KEYS[0])
+        for module in (ours.MultiheadAttention, eqx.nn.MultiheadAttention)
+    ]
+    check(*(eqx.filter(layer, eqx.is_array) for layer in new))
+    theirs = filled(new[1], rng)
+    one = copied(theirs, new[0])
+    arrays = draw(rng, 2, 19, 3), draw(rng, 2, 23, 5), draw(rng, 2, 23, 7)
+    found = both(one, *arrays)
+    assert found[0].shape == (2, 19, 11)
+    check(found, both(theirs, *arrays), 5e-5)
+
+
+def test_attention_of_known_values() -> None:
+    weights = ("query_proj", "key_proj", "value_proj", "output_proj")
+    layer = eqx.tree_at(
+        lambda layer: [getattr(layer, name).weight for name in weights],
+        ours.MultiheadAttention(num_heads=2, query_size=4, key=KEYS[0]),
+        [jnp.arange(16.0).reshape(4, 4)] * 4,
+    )
+    x = jnp.arange(1.0, 13).reshape(3, 4)
+    wanted = x[0] @ layer.value_proj.weight.T @ layer.output_proj.weight.T
+    check(layer(x[:1], x[:1], x[:1]), wanted[None])
+    # Queries that see the first key alone.
+    for shape in ((3, 3), (2, 3, 3)):
+        mask = jnp.broadcast_to(jnp.array([True, False, False]), shape)
+        check(layer(x, x, x, mask), jnp.stack([wanted] * 3))
+
+
+def test_attention_drops_in_training_alone(rng: np.random.Generator) -> None:
+    options = {"num_heads": 2, "query_size": 10, "dropout_p": 0.5}
+    layer, x = ours.MultiheadAttention(**options, key=KEYS[0]), draw(rng, 3, 10)
+    wanted = eqx.nn.MultiheadAttention(**options, key=KEYS[0])(x, x, x, inference=True)
+    never = ours.MultiheadAttention(**options, inference=True, key=KEYS[0])
+    for one, call in (
+        (layer, {"inference": True}),
+        (layer, {"inference": True, "key": KEYS[1]}),
+        (never, {}),
+        (never, {"key": KEYS[1]}),
+        (eqx.nn.inference_mode(layer), {}),
+    ):
+        check(one(x, x, x, **call), wanted, 5e-5)
+    with pytest.warns(UserWarning, match="deterministic"):
+        check(layer(x, x, x, key=KEYS[1], deterministic=True), wanted, 5e-5)
+    first, second = (layer(x, x, x, key=key) for key in KEYS[1:3])
+    assert not np.allclose(first, second)
+    with pytest.raises(RuntimeError, match="requires a key"):
+        layer(x, x, x)
+
+
+def test_attention_of_float16(rng: np.random.Generator) -> None:
+    """Of wide logits, within one program."""
+    options = {"dtype": jnp.float16, "key": KEYS[0]}
+    layers = [
+        module(4, 32, **options) for module in (ours.MultiheadAttention, eqx.nn.MultiheadAttention)
+    ]
+    x = 8 * draw(rng, 6, 32, dtype="float16")
+    found, wanted = (eqx.filter_jit(layer)(x, x, x, CAUSAL) for layer in layers)
+    check(found, wanted, 3e-2)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -153,6 +153,18 @@ def test_attention_of_16_bits(dtype: str, rng: np.random.Generator) -> None:
     check(ours(*arrays), jax.nn.dot_product_attention(*arrays, is_causal=True), dtype)
 
 
+def test_xla_program_of_float16(rng: np.random.Generator) -> None:
+    """Which that of `jax.nn` does not compile under `jit` on CPUs."""
+    arrays = draw(rng, "float16")
+    bias = jnp.asarray(rng.normal(size=(1, 1, 12, 12)), "float16")
+    wide, wide_bias = [one.astype("float32") for one in arrays], bias.astype("float32")
+    wanted = both(partial(jax.nn.dot_product_attention, bias=wide_bias), wide)
+    found = jax.jit(lambda *arrays: both(partial(nn.dot_product_attention, bias=bias), arrays))
+    check(found(*arrays), jax.tree.map(lambda one: one.astype("float16"), wanted), "float16")
+    o, lse = jax.jit(partial(nn.dot_product_attention, bias=bias, return_residual=True))(*arrays)
+    assert o.dtype == lse.dtype == jnp.float16
+
+
 @pytest.mark.parametrize("extents", [(7, 12), (12, 7)])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (6, 1)}])
 def test_queries_and_keys_begin_together(

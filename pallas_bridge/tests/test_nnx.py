@@ -101,6 +101,80 @@ def test_norms_that_kernels_do_not_take(layer: Any, of_flax: Any, rng: np.random
         check(both(one, x, **more), both(theirs, x, **more))
 
 
+# The cases of Flax's own tests: five features, before a linear layer.
+FLOATS = ["float32", "float16"]
+FEATURES = np.array([True, False, True, False, True])
+
+
+@pytest.mark.parametrize("mask", [None, FEATURES], ids=["all", "masked"])
+@pytest.mark.parametrize("use_fast_variance", [True, False])
+@pytest.mark.parametrize("param_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("layer", "of_flax"), NORMS)
+def test_norms_in_models(
+    layer: Any,
+    of_flax: Any,
+    dtype: str,
+    param_dtype: str,
+    use_fast_variance: bool,
+    mask: Any,
+    rng: np.random.Generator,
+) -> None:
+    dtypes = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(param_dtype)}
+
+    class Model(nnx.Module):
+        def __init__(self, layer: Any) -> None:
+            rngs = nnx.Rngs(42)
+            self.norm = layer(5, use_fast_variance=use_fast_variance, rngs=rngs, **dtypes)
+            self.linear = nnx.Linear(5, 4, rngs=rngs, **dtypes)
+
+        def __call__(self, x: jax.Array, mask: Any = None) -> Any:
+            return self.linear(self.norm(x, mask=mask))
+
+    theirs = filled(Model(of_flax), rng)
+    one = copied(theirs, Model(layer))
+    x = draw(rng, 10, 5)
+    check(both(one, x, mask=mask), both(theirs, x, mask=mask), 2e-5 if dtype == "float32" else 2e-2)
+
+
+def test_parameters_begin_as_those_of_flax() -> None:
+    """With the same random keys: names, shapes, dtypes and values, and what is no parameter."""
+    init = nnx.initializers.normal(0.1)
+    norm = {"num_features": 5, "param_dtype": jnp.bfloat16, "scale_init": init}
+    attention = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "in_features": 3,
+        "in_kv_features": 5,
+        "qkv_features": 8,
+        "out_features": 6,
+        "kernel_init": init,
+        "bias_init": init,
+        "out_kernel_init": nnx.initializers.ones_init(),
+        "out_bias_init": nnx.initializers.zeros_init(),
+        "normalize_qk": True,
+        "dropout_rate": 0.5,
+        "decode": False,
+    }
+    for layer, of_flax, options in (
+        (ours.RMSNorm, nnx.RMSNorm, norm),
+        (ours.RMSNorm, nnx.RMSNorm, {"num_features": 5, "use_scale": False}),
+        (ours.LayerNorm, nnx.LayerNorm, {**norm, "bias_init": init}),
+        (ours.LayerNorm, nnx.LayerNorm, {"num_features": 5, "use_bias": False}),
+        (ours.MultiHeadAttention, nnx.MultiHeadAttention, attention),
+        (ours.MultiHeadAttention, nnx.MultiHeadAttention, {**attention, "keep_rngs": False}),
+    ):
+        states = [nnx.split(one(rngs=nnx.Rngs(7), **options))[1] for one in (layer, of_flax)]
+        found, wanted = (nnx.to_flat_state(state) for state in states)
+        assert found.paths == wanted.paths
+        assert [type(one) for one in found.leaves] == [type(one) for one in wanted.leaves]
+        for one, other in zip(*(jax.tree.leaves(state) for state in states), strict=True):
+            if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                one, other = map(jax.random.key_data, (one, other))
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
 ATTENTION = {"num_heads": 4, "in_features": 16, "qkv_features": 32, "rngs": nnx.Rngs(0)}
 
 
@@ -166,6 +240,148 @@ def test_attention_dropout_weights_and_decoding(rng: np.random.Generator) -> Non
         for layer in (one, theirs)
     ]
     check(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), 5e-5)
+
+
+@pytest.mark.parametrize("normalize_qk", [True, False])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("precision", [None, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST])
+@pytest.mark.parametrize("param_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_attention_of_one_text(
+    use_bias: bool,
+    dtype: str,
+    param_dtype: str,
+    precision: Any,
+    decode: bool,
+    normalize_qk: bool,
+    rng: np.random.Generator,
+) -> None:
+    """Arrays without a batch, of few features, as in Flax's tests."""
+    options = {
+        "num_heads": 2,
+        "in_features": 3,
+        "qkv_features": 6,
+        "out_features": 6,
+        "use_bias": use_bias,
+        "dtype": jnp.dtype(dtype),
+        "param_dtype": jnp.dtype(param_dtype),
+        "precision": precision,
+        "decode": decode,
+        "normalize_qk": normalize_qk,
+    }
+    theirs = filled(nnx.MultiHeadAttention(rngs=nnx.Rngs(42), **options), rng)
+    one = copied(theirs, ours.MultiHeadAttention(rngs=nnx.Rngs(42), **options))
+    off = 5e-5 if dtype == "float32" else 3e-2
+    if decode:
+        for layer in (one, theirs):
+            layer.init_cache((4, 3), dtype=jnp.dtype(dtype))
+        for _ in range(3):
+            token = draw(rng, 1, 3)
+            check(one(token), theirs(token), off)
+        return
+    for x in (draw(rng, 1, 3), draw(rng, 7, 3)):
+        # Flax's attention in float16 does not compile for CPUs, but op by op.
+        with jax.disable_jit(dtype == "float16"):
+            wanted = both(theirs, x)
+        check(both(one, x), wanted, off)
+
+
+@pytest.mark.parametrize("mask", [None, "array", "object"])
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+def test_attention_of_fewer_key_heads(kv_heads: Any, mask: Any, rng: np.random.Generator) -> None:
+    """With keys of other features, of another length, and of fewer heads."""
+    options = {**ATTENTION, "num_kv_heads": kv_heads, "in_kv_features": 5, "decode": False}
+    theirs = filled(nnx.MultiHeadAttention(**options), rng)
+    one = copied(theirs, ours.MultiHeadAttention(**options))
+    arrays = draw(rng, 2, 6, 16), draw(rng, 2, 9, 5)
+    array = np.tril(np.ones((1, 1, 6, 9), bool))
+    of_ours = {None: None, "array": array, "object": nn.CausalMask()}[mask]
+    wanted = both(theirs, *arrays, mask=None if mask is None else array)
+    check(both(one, *arrays, mask=of_ours), wanted, 5e-5)
+    check(one(*arrays, arrays[1], is_causal=True), theirs(*arrays, mask=array), 5e-5)
+
+
+def test_attention_refuses_what_flax_refuses(rng: np.random.Generator) -> None:
+    for layer in (ours.MultiHeadAttention, nnx.MultiHeadAttention):
+        with pytest.raises(ValueError, match="divisible"):
+            layer(**{**ATTENTION, "num_kv_heads": 3})
+        one = layer(**ATTENTION, dropout_rate=0.5, keep_rngs=False)
+        with pytest.raises(ValueError, match="decode"):
+            one(draw(rng, 2, 6, 16), deterministic=True)
+        one.set_attributes(decode=False, deterministic=False)
+        with pytest.raises(ValueError, match="rngs"):
+            one(draw(rng, 2, 6, 16))
+    q, k = draw(rng, 1, 4, 5, 8), draw(rng, 1, 4, 2, 8)
+    for function in (nn.flax_attention_fn, nnx.dot_product_attention):
+        with pytest.raises((ValueError, AssertionError)):
+            function(q, k, k)
+
+
+@pytest.mark.parametrize("keep_rngs", [True, False])
+@pytest.mark.parametrize("broadcast_dropout", [True, False])
+def test_attention_drops_what_flax_drops(
+    broadcast_dropout: bool, keep_rngs: bool, rng: np.random.Generator
+) -> None:
+    options = {
+        **ATTENTION,
+        "rngs": nnx.Rngs(0, dropout=3),
+        "decode": False,
+        "dropout_rate": 0.5,
+        "broadcast_dropout": broadcast_dropout,
+        "keep_rngs": keep_rngs,
+    }
+    theirs = filled(nnx.MultiHeadAttention(**options), rng)
+    one = copied(theirs, ours.MultiHeadAttention(**{**options, "rngs": nnx.Rngs(0, dropout=3)}))
+    assert (one.rngs is None) == (theirs.rngs is None) == (not keep_rngs)
+    x = draw(rng, 2, 6, 16)
+    for _ in range(2):  # the second call drops others
+        call = {"deterministic": False, "mask": CAUSAL[None, None]}
+        found, wanted = (
+            layer(x, rngs=None if keep_rngs else nnx.Rngs(dropout=5), **call)
+            for layer in (one, theirs)
+        )
+        check(found, wanted, 5e-5)
+    check(one(x, deterministic=True), theirs(x, deterministic=True), 5e-5)
+
+
+def test_layers_that_sow_beside_those_that_do_not(rng: np.random.Generator) -> None:
+    class Model(nnx.Module):
+        def __init__(self, layer: Any) -> None:
+            options = {"num_heads": 8, "in_features": 8, "rngs": nnx.Rngs(0)}
+            self.layers = nnx.List([layer(deterministic=False, **options) for _ in range(3)])
+
+        def __call__(self, x: jax.Array, sow_weights: bool = False) -> Any:
+            for index, layer in enumerate(self.layers):
+                x = layer(x, sow_weights=sow_weights and index != 1)
+            return x
+
+    theirs = filled(Model(nnx.MultiHeadAttention), rng)
+    one = copied(theirs, Model(ours.MultiHeadAttention))
+    x = draw(rng, 4, 6, 8)
+    sown = []
+    for model in (one, theirs):
+        model.set_attributes(decode=False)
+        model(x, True)
+        sown.append(nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)))
+    assert sown[0]["layers"].keys() == {0, 2}
+    check(sown[0], sown[1], 5e-5)
+    check(one(x), theirs(x), 1e-4)
+    assert not nnx.pop(one, nnx.Intermediate)
+
+
+def test_decoding_in_float64(rng: np.random.Generator) -> None:
+    """Which is Flax's own, as kernels take no float64."""
+    with jax.enable_x64(True):
+        options = {"in_features": 4, "num_heads": 2, "qkv_features": 4, "decode": True}
+        theirs = filled(nnx.MultiHeadAttention(rngs=nnx.Rngs(0), **options), rng)
+        one = copied(theirs, ours.MultiHeadAttention(rngs=nnx.Rngs(0), **options))
+        x = draw(rng, 1, 4, 4, dtype="float64")
+        for layer in (one, theirs):
+            layer.init_cache(x.shape, dtype=x.dtype)
+            assert layer.cached_key[...].shape == layer.cached_value[...].shape == (1, 4, 2, 2)
+        for place in range(2):
+            check(one(x[:, place : place + 1]), theirs(x[:, place : place + 1]))
 
 
 @pytest.mark.parametrize("packed", [True, False])

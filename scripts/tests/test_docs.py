@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from pages import CLONE, COMPILED, READ, REASONS, RUN, blocks, pages  # noqa: E402
+from pages import CLONE, COMPILED, PACKAGES, READ, REASONS, RUN, blocks, pages  # noqa: E402
 
 DOCS = ROOT / "docs"
 PAGE = (ROOT / "docs" / "developing" / "adding-an-operation.md").read_text(encoding="utf-8")
@@ -147,6 +147,20 @@ def test_fences_are_of_known_kinds() -> None:
     for block in found:
         assert block.language in RUN | COMPILED | READ, block.name
         assert set(block.reasons) <= REASONS, block.name
+
+
+def test_python_that_needs_more_is_python() -> None:
+    """Blocks that only some tiers run compile, and what they import from the package is there."""
+    package = (ROOT / "pallas_bridge/src/pallas_bridge/__init__.py").read_text(encoding="utf-8")
+    found = [block for page in pages() for block in blocks(page) if block.reasons]
+    assert {reason for block in found for reason in block.reasons} >= PACKAGES
+    for block in found:
+        if block.language == "python":
+            compile(block.text, block.name, "exec")
+            for names in re.findall(r"^from pallas_bridge import (.*)$", block.text, re.MULTILINE):
+                for name in names.split(", "):
+                    module = ROOT / f"pallas_bridge/src/pallas_bridge/{name}.py"
+                    assert f'"{name}"' in package or module.is_file(), f"{block.name}: {name}"
 
 
 def sources(*patterns: str) -> str:

@@ -7,6 +7,7 @@ Run by scripts/tiers/docs.sh, which builds the library, the tools and the wheel 
 """
 
 import functools
+import html
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benches")]
 
 from pages import (  # noqa: E402
+    DOCS,
     READ,
     Block,
     blocks,
@@ -65,10 +67,61 @@ def in_language(language: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", found, ids=[block.name for block in found])
 
 
-def test_site(tmp_path: Path) -> None:
-    """Sphinx has no warning: no broken link, no name that is not there, no page in no index."""
-    assert build(tmp_path / "site") == 0
-    assert (tmp_path / "site" / "index.html").is_file()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site's folder; Sphinx has no warning.
+
+    So there is no broken link, no name that is not there, and no page in no index.
+    """
+    folder = tmp_path_factory.mktemp("site")
+    assert build(folder) == 0
+    return folder
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_pages_have_one_search(site: Path) -> None:
+    """One button, which opens the one field."""
+    for page in pages():
+        text = read(site / page.relative_to(DOCS).with_suffix(".html"))
+        assert len(re.findall(r"<button[^>]*search-button", text)) == 1, page
+        assert text.count('type="search"') == 1, page
+
+
+SIGNATURE = re.compile(r'<dt class="sig[^>]* id="pallas_bridge\.([\w.]+)">(.*?)</dt>', re.DOTALL)
+
+
+def test_signatures_have_types(site: Path) -> None:
+    """Arguments have types, by JAX's names, and defaults, and ours have links."""
+    page = read(site / "reference" / "python.html")
+    found = dict(SIGNATURE.findall(page))
+    shown = {
+        name: " ".join(html.unescape(re.sub("<[^>]*>", "", text)).split())
+        for name, text in found.items()
+    }
+    assert "(x: ArrayLike, weight: ArrayLike | None, *, eps: float = 1e-06" in shown["rms_norm"]
+    assert "(in_features: int, vocab_size: int, *," in shown["nnx.LMHeadLoss"]
+    assert "dtype: DTypeLike = jnp.float8_e4m3fn" in shown["fp8_quantize"]
+    assert 'href="#pallas_bridge.Plan"' in found["explain"]
+    for name, text in shown.items():
+        if not text.startswith("class "):
+            arguments = re.sub(r"\[[^]]*\]", "", text.partition("(")[2].rpartition(")")[0])
+            for argument in filter(None, map(str.strip, arguments.split(","))):
+                assert argument == "*" or ": " in argument, f"{name}: {argument}"
+        assert "ndarray | " not in text and "..." not in text.replace(", ...]", "]"), text
+
+
+def test_functions_link_to_themselves(site: Path) -> None:
+    """Functions' names in other pages lead to the function, not to its page or section."""
+    index = read(site / "index.html")
+    for name in ("linear_cross_entropy", "swiglu", "paged_attention", "rms_norm_fp8"):
+        assert f'href="reference/python.html#pallas_bridge.{name}"' in index
+    anchors = set(re.findall(r'id="([^"]+)"', read(site / "reference" / "python.html")))
+    for page in site.rglob("*.html"):
+        assert not re.search(r'href="[^"]*python\.html"[^>]*><code', read(page)), page
+        assert set(re.findall(r'href="[^"]*python\.html#([^"]+)"', read(page))) <= anchors, page
 
 
 def test_reference_is_of_the_code(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ kernels do not take is Equinox's. Not imported by `pallas_bridge`: it needs Equi
 `pip install 'pallas_bridge[equinox]'`.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -106,10 +107,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):  # type: ignore[misc]
           deterministic: the same, deprecated by Equinox.
           process_heads: changes heads before attention, such as rotary positions.
         """
+        if deterministic is not None:
+            message = "MultiheadAttention()(deterministic=..) is deprecated; pass inference"
+            warnings.warn(message, stacklevel=2)
+            inference = deterministic
         queries, keys = query.shape[0], key_.shape[0]
-        given = inference if deterministic is None else deterministic
         is_dropped = self.dropout.p != 0 and not (
-            self.dropout.inference if given is None else given
+            self.dropout.inference if inference is None else inference
         )
         is_known = mask is None or isinstance(mask, AttentionMask)
         shapes = (queries, keys), (self.num_heads, queries, keys)
@@ -124,7 +128,6 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):  # type: ignore[misc]
                 mask,
                 key=key,
                 inference=inference,
-                deterministic=deterministic,
                 process_heads=process_heads,
             )
             return theirs

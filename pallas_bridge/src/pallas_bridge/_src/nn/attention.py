@@ -126,13 +126,12 @@ def dot_product_attention(
         if isinstance(mask, AttentionMask):
             mask = mask.dense(q.shape[-3], k.shape[-3])
         extra = {"return_residual": True} if return_residual else {}
-        of_jax: Any = jax.nn.dot_product_attention
-        return of_jax(
+        return _attention_of_jax(
             q,
             k,
             v,
-            bias,
-            mask,
+            bias=bias,
+            mask=mask,
             scale=scale,
             is_causal=is_causal,
             query_seq_lengths=_int32(query_seq_lengths),
@@ -358,6 +357,25 @@ def _per_query(lengths: Any, q: Any) -> jax.Array:
     """Returns lengths [B, 1], or [1] where q has no batch."""
     array = jnp.asarray(lengths).astype(jnp.int32)
     return array.reshape(-1, 1) if q.ndim == 4 else array.reshape(1)
+
+
+def _attention_of_jax(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
+    """Returns attention of `jax.nn`, on CPUs in float32 where arrays are in float16.
+
+    Its program in float16 asks for GEMMs that XLA refuses to compile for CPUs.
+    """
+
+    def attention(*arrays: jax.Array) -> Any:
+        of_jax: Any = jax.nn.dot_product_attention
+        return of_jax(*arrays, **options)
+
+    def widened(*arrays: jax.Array) -> Any:
+        found = attention(*(one.astype(jnp.float32) for one in arrays))
+        return jax.tree.map(lambda one: one.astype(jnp.float16), found)
+
+    if q.dtype != jnp.float16:
+        return attention(q, k, v)
+    return jax.lax.platform_dependent(q, k, v, cpu=widened, default=attention)
 
 
 def _int32(lengths: Any) -> Any:
