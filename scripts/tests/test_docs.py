@@ -134,7 +134,7 @@ def test_pages_for_a_clone_say_so_first() -> None:
         assert not clones or clones == [b for b in found if b.language in RUN | COMPILED][:1], page
         for block in found:
             anywhere = block.language in RUN | READ - {"yaml"}
-            anywhere &= set(block.reasons) <= {"install"}
+            anywhere &= set(block.reasons) <= {"install"} | PACKAGES
             assert clones or anywhere, f"{block.name} needs a checkout, and no `sh clone` is above"
             if "install" in block.reasons:
                 assert re.fullmatch(r"pip install [\w ]+\n", block.text), block.name
