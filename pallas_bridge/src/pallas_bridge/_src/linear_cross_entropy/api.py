@@ -100,7 +100,7 @@ def linear_cross_entropy(
     return_correct: bool = False,
     columns: ArrayLike | None = None,
     **options: Unpack[_Keywords],
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
     The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in

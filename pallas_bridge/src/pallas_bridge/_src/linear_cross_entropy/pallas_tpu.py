@@ -337,8 +337,10 @@ def _forward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
 
 
 def _blank(*sums: Any) -> None:
+    """Zeroes sums, but for those that are None."""
     for one in sums:
-        one[...] = jnp.zeros(one.shape, jnp.float32)
+        if one is not None:
+            one[...] = jnp.zeros(one.shape, jnp.float32)
 
 
 def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
@@ -385,9 +387,7 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
     if hidden_sums is not None:
         pl.when(step == 0)(lambda: _blank(hidden_sums.at[here]))
     if weight_sums is not None:
-        pl.when(block == 0)(
-            lambda: _blank(weight_sums, *([] if bias_sums is None else [bias_sums]))
-        )
+        pl.when(block == 0)(lambda: _blank(weight_sums, bias_sums))
 
     tile = _Tile(tiles, options, step, refs, weight_rows)
     for start in range(0, tiles.columns, tiles.part):
