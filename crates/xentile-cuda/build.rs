@@ -276,8 +276,7 @@ fn flags() -> Result<Vec<String>, String> {
         flags.push(PTX.into());
     }
     match std::env::var("XENTILE_CUDA_FAST_COMPILE").as_deref() {
-        // A quarter smaller than by default, for wheels; any driver for CUDA 12.4 or later reads it.
-        Err(_) | Ok("" | "0") => flags.push("--compress-mode=size".into()),
+        Err(_) | Ok("" | "0") => {}
         Ok("1") => flags.push("--Ofast-compile=max".into()),
         Ok(other) => {
             return Err(format!("XENTILE_CUDA_FAST_COMPILE is `{other}`; it must be 0 or 1"));
