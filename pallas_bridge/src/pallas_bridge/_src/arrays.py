@@ -333,10 +333,10 @@ def multiplied(array: jax.Array, other: jax.Array) -> jax.Array:
 
 def _alike(array: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     dtype = max(array.dtype, other.dtype, key=lambda dtype: int(dtype.itemsize))
-    return array.astype(dtype), of_rank(other, array).astype(dtype)
+    return array.astype(dtype), match_rank(other, array).astype(dtype)
 
 
-def of_rank(array: jax.Array, like: jax.Array) -> jax.Array:
+def match_rank(array: jax.Array, like: jax.Array) -> jax.Array:
     """Returns an array with leading axes of 1, so that it has as many axes as `like`.
 
     It then broadcasts to `like` even if `jax_numpy_rank_promotion` is "raise".

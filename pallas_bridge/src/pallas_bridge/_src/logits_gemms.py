@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import of_rank
+from .arrays import match_rank
 from .chunk_loops import for_each_chunk
 
 # Columns of the vocabulary that a CPU adds to sums of dweight at a time.
@@ -64,7 +64,7 @@ class Gemms:
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
         """Returns hidden x weight + bias [N, V] in f32."""
         z = self.fence(self._dot(hidden, weight, 1, 1 - self.vocab_axis, FLOAT32))
-        return z if bias is None else z + of_rank(bias.astype(FLOAT32), z)
+        return z if bias is None else z + match_rank(bias.astype(FLOAT32), z)
 
     def grad_hidden(self, dlogits: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
         """Returns dhidden [N, D]; dlogits are rounded to the dtype of `weight`."""

@@ -70,25 +70,25 @@ def mesh_of(*arrays: Any) -> Any:
     return None
 
 
-def of_the_only(names: Names, x: jax.Array) -> jax.Array:
+def mark_replicated(names: Names, x: jax.Array) -> jax.Array:
     """Returns `x` with a type that does not vary over axes of one device.
 
     `jax.lax.psum` does this too, but XLA keeps its all-reduce even for one device.
     """
     axes = varying_axes(jax.typeof(x)) & {*names}
-    same: jax.Array = _of_the_only.bind(x, axes=tuple(sorted(axes))) if axes else x
+    same: jax.Array = _mark_replicated.bind(x, axes=tuple(sorted(axes))) if axes else x
     return same
 
 
-_of_the_only = Primitive("xentile_of_the_only")
-_of_the_only.def_impl(lambda x, **_: x)
-_of_the_only.def_abstract_eval(lambda x, *, axes: without_varying(x, frozenset(axes)))
-mlir.register_lowering(_of_the_only, lambda _, x, **__: [x])
+_mark_replicated = Primitive("xentile_mark_replicated")
+_mark_replicated.def_impl(lambda x, **_: x)
+_mark_replicated.def_abstract_eval(lambda x, *, axes: without_varying(x, frozenset(axes)))
+mlir.register_lowering(_mark_replicated, lambda _, x, **__: [x])
 ad.deflinear2(
-    _of_the_only, lambda cotangent, _, *, axes: [jax.lax.pcast(cotangent, axes, to="varying")]
+    _mark_replicated, lambda cotangent, _, *, axes: [jax.lax.pcast(cotangent, axes, to="varying")]
 )
-batching.primitive_batchers[_of_the_only] = lambda operands, axes, **params: (
-    _of_the_only.bind(*operands, **params),
+batching.primitive_batchers[_mark_replicated] = lambda operands, axes, **params: (
+    _mark_replicated.bind(*operands, **params),
     axes[0],
 )
 

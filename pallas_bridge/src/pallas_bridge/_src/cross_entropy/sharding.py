@@ -67,7 +67,7 @@ def find_layout(logits: jax.Array, axis_name: Any) -> Layout | None:
         exchange = OverDevices.of(names)
         if exchange.count > 1:
             return Layout(exchange)
-        place = Bound(meshes.of_the_only, names)
+        place = Bound(meshes.mark_replicated, names)
         return Layout(place_logits=place, place=place)
     *leading, last = meshes.sharded_over(logits)
     if not names and not last:

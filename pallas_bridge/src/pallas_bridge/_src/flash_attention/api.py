@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..arrays import of_rank
+from ..arrays import match_rank
 from ..checks import as_array, check_flag, promoted
 from ..implementations import choose
 from ..keywords import hinted
@@ -232,7 +232,7 @@ def attend(
         options = replace(options, is_own_segment=is_own)
         if options.implementation != "reference":
             zeros = jnp.zeros_like(of_queries)[..., None]
-            seen = of_rank(jnp.asarray(seen), zeros) + zeros
+            seen = match_rank(jnp.asarray(seen), zeros) + zeros
             seen, of_queries, of_keys = narrow_ranges(seen, of_queries, of_keys)
         arrays += [expand(seen, 2), expand(of_queries, 1), expand(of_keys, 1)]
     if sinks is not None:

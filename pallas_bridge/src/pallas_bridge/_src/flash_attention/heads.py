@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays import of_rank
+from ..arrays import match_rank
 
 
 def by_kv_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
@@ -40,11 +40,11 @@ def for_kv_heads(array: Any, count: int, k: jax.Array) -> jax.Array:
     zero = jnp.zeros_like(k[..., 0, 0] if k.shape[-2] else k.sum((-1, -2)), jnp.int32)
     given = jnp.expand_dims(jnp.asarray(array), -count - 1)
     zeros = jnp.expand_dims(zero, tuple(range(-count, 0))).astype(given.dtype)
-    return of_rank(given, zeros) + zeros
+    return match_rank(given, zeros) + zeros
 
 
 def sinks_by_kv_heads(sinks: jax.Array, k: jax.Array) -> jax.Array:
     """Returns [.., Hkv, G] of sinks [H], for heads of k [.., Hkv, Skv, D]."""
     zeros = for_kv_heads(jnp.zeros((1,), sinks.dtype), 1, k)
-    by_group: jax.Array = of_rank(sinks.reshape(k.shape[-3], -1), zeros) + zeros
+    by_group: jax.Array = match_rank(sinks.reshape(k.shape[-3], -1), zeros) + zeros
     return by_group

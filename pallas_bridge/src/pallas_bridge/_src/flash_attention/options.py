@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import of_rank
+from ..arrays import match_rank
 from ..checks import as_array, check_dtype, check_flag, check_float32, refuse_traced
 
 MOST_COLUMNS = 256
@@ -222,7 +222,7 @@ def ranges(options: Options, queries: int, keys: int, lengths: Any, cumulative: 
     if lengths is not None:
         given, of_keys = (None if one is None else one[..., None] for one in lengths)
         like: Any = of_keys if given is None else given
-        place = of_rank(place, like)
+        place = match_rank(place, like)
         of_queries = queries if given is None else jnp.clip(given, 0, queries)
         length = keys if of_keys is None else jnp.clip(of_keys, 0, keys)
         is_own = place < of_queries

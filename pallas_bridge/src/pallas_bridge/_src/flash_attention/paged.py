@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import linear, one_program
-from ..arrays import of_rank
+from ..arrays import match_rank
 from ..bound import Bound
 from ..checks import as_array, check_dtype, check_flag
 from ..custom_call import bind, declared_call, vary_alike
@@ -293,7 +293,7 @@ def _dense(options: Options, *operands: jax.Array) -> tuple[jax.Array, jax.Array
 
     k, v = gathered(k_pages), gathered(v_pages)
     zeros = jnp.zeros(q.shape[:2], jnp.int32)[..., None, None]
-    arrays = [q, k, v, of_rank(seen, zeros) + zeros]
+    arrays = [q, k, v, match_rank(seen, zeros) + zeros]
     if sinks:
         arrays.append(sinks[0][:, None] + jnp.zeros((*q.shape[:2], 1), jnp.float32))
     return reference.forward(options, *arrays)

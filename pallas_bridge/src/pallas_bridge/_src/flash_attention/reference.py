@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays import of_rank
+from ..arrays import match_rank
 from .options import Options
 
 
@@ -49,7 +49,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     # What nobody sees may be NaN.
     least = jnp.where(sees_any, first, of.k.shape[-2]).min(-1, initial=of.k.shape[-2])
     most = jnp.where(sees_any, end, 0).max(-1, initial=0)
-    keys = of_rank(every, first)
+    keys = match_rank(every, first)
     is_read = ((least[..., None] <= keys) & (keys < most[..., None]))[..., None]
     k, v = jnp.where(is_read, of.k, 0), jnp.where(is_read, of.v, 0)
     q = jnp.where(sees_any[..., None, :, None], of.q, 0)
@@ -86,7 +86,7 @@ def forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
 def _seen(of: Operands) -> jax.Array:
     """Returns which keys each query sees, [.., 1, S, K]."""
     first, end = of.ranges[..., 0], of.ranges[..., 1]
-    keys = of_rank(jnp.arange(of.k.shape[-2], dtype=jnp.int32), of.ranges)
+    keys = match_rank(jnp.arange(of.k.shape[-2], dtype=jnp.int32), of.ranges)
     seen = (first[..., None] <= keys) & (keys < end[..., None])
     if of.segments is not None:
         seen &= of.segments[0][..., None] == of.segments[1][..., None, :]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..arrays import of_rank
+from ..arrays import match_rank
 from ..bound import Bound
 from ..checks import as_array, check_flag, promoted
 from ..compat import varying_axes
@@ -297,7 +297,7 @@ class Ring:
         if ids is None:
             return options, vary_alike([q, k, v, for_kv_heads(seen, 2, k)])
         zeros = jnp.zeros_like(ids)[..., None]
-        seen = of_rank(jnp.asarray(seen), zeros) + zeros
+        seen = match_rank(jnp.asarray(seen), zeros) + zeros
         options = replace(options, is_own_segment=step == 0 and not self.is_masked)
         if options.implementation != "reference":
             seen, ids, key_ids = narrow_ranges(seen, ids, key_ids)

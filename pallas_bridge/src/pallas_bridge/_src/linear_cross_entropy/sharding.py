@@ -76,7 +76,7 @@ class Layout:
         """Has an array of a number a token lie as the tokens do."""
         if self.mesh is not None:
             return meshes.place(self.mesh, self.tokens, x)
-        return meshes.of_the_only(self.names, x) if self.exchange().is_whole else x
+        return meshes.mark_replicated(self.names, x) if self.exchange().is_whole else x
 
     def run(
         self,
@@ -93,7 +93,7 @@ class Layout:
         """
         if self.mesh is None:
             if self.exchange().is_whole:
-                alone = partial(meshes.of_the_only, self.names)
+                alone = partial(meshes.mark_replicated, self.names)
                 return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
             return function(hidden, weight, bias, *per_token)
         hidden_spec = PartitionSpec(*self.tokens, None)

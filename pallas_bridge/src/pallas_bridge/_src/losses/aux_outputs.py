@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..arrays import of_rank, wide
+from ..arrays import match_rank, wide
 from ..checks import as_array
 from .options import Options, is_ignored
 
@@ -185,7 +185,7 @@ def sum_duplicates(index: jax.Array, d: jax.Array) -> jax.Array:
     """Returns numbers [.., K]: the sum over equal indices where the first of them is, else 0."""
     same, order = index[..., :, None] == index[..., None, :], jnp.arange(index.shape[-1])
     earlier = order[None, :] < order[:, None]
-    has_earlier = (same & of_rank(earlier, same)).any(-1)
+    has_earlier = (same & match_rank(earlier, same)).any(-1)
     summed = jnp.where(same, d[..., None, :], 0).sum(-1)
     return jnp.where(has_earlier, 0, summed)
 

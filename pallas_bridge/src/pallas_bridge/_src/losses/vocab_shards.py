@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import of_rank
+from ..arrays import match_rank
 from ..compat import varying_axes
 from .options import Options, is_ignored
 
@@ -158,7 +158,7 @@ def shard_labels(options: Options, exchange: Exchange, labels: jax.Array, width:
     if exchange.count * width <= jnp.iinfo(labels.dtype).max:
         in_range &= labels < exchange.count * width
     column = exchange.spread(jnp.where(in_range, labels, -1))
-    first = of_rank(exchange.index().astype(labels.dtype) * width, column)
+    first = match_rank(exchange.index().astype(labels.dtype) * width, column)
     column = jnp.where(column < 0, column, column - first)
     here = exchange.spread(in_range) & (column >= 0) & (column < width)
     given = jnp.where(here, column, jnp.where(exchange.spread(in_range), 0, OUT_OF_RANGE))
@@ -190,7 +190,7 @@ def shard_columns(
     columns = jnp.broadcast_to(
         columns[..., None, :], (*columns.shape[:-1], exchange.count, columns.shape[-1])
     )
-    return columns, of_rank(first, columns)
+    return columns, match_rank(first, columns)
 
 
 def merge_picked(
@@ -312,7 +312,7 @@ def merge_argmax(
     """
     if exchange.is_whole:
         return argmax
-    index = of_rank(exchange.index().astype(jnp.int32), argmax)
+    index = match_rank(exchange.index().astype(jnp.int32), argmax)
     has_largest = highest == exchange.spread(exchange.max(highest))
     first = -exchange.max(jnp.where(has_largest, -index, -exchange.count))
     found: jax.Array

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ..arrays import of_rank, wide
+from ..arrays import match_rank, wide
 from .options import Options
 
 
@@ -24,7 +24,7 @@ def rotate(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
     else:
         first, second = turned[..., :pairs], turned[..., pairs:]
     first, second = wide(first), wide(second)
-    cos, sin = (of_rank(one, first).astype(first.dtype) for one in (cos, sin))
+    cos, sin = (match_rank(one, first).astype(first.dtype) for one in (cos, sin))
     results = [
         (first * cos - second * sin).astype(x.dtype),
         (second * cos + first * sin).astype(x.dtype),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import of_rank
+from ..arrays import match_rank
 
 # Taylor's series: the next term is below 2^-29 of the result within an eighth of a turn.
 _SINE = [(-1) ** k / math.factorial(2 * k + 1) for k in range(5)]
@@ -40,7 +40,7 @@ def _of_turns(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin of positions times frequencies, which are two words of a turn."""
     signed = positions[..., None]
-    high, low = of_rank(high, signed), of_rank(low, signed)
+    high, low = match_rank(high, signed), match_rank(low, signed)
     size = jnp.abs(signed).astype(jnp.uint32)
     of_low = size * low
     turn = size * high + _upper(size, low)
