@@ -31,9 +31,9 @@ struct alignas(128) FlashAttentionGradientArguments {
   int32_t* segments;
   attention::Note* notes;
   float* sums;              // of dq before it is scaled and rounded, two pieces for each tile of queries
-  uint32_t* terms;          // of each piece, how many terms it has
+  uint32_t* terms;          // of each piece, how many terms are added so far
   uint32_t* tickets;        // how many CTAs have begun
-  int32_t heads_at_a_time;  // of which all blocks of keys come before those of others
+  int32_t heads_at_a_time;  // heads whose blocks of keys are all begun before those of the next heads
   int32_t has_order;        // whether terms are added in one order; else sums begin as 0
 };
 

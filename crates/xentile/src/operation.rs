@@ -41,7 +41,7 @@ pub struct DimSpec {
     pub about: &'static str,
     /// The extent where a config gives none. Without a default, a config must give one.
     pub default: Option<usize>,
-    /// An earlier dim whose extent it has where a config gives none and there is no default.
+    /// The earlier dim whose extent is taken if neither the config nor `default` gives one.
     pub like: Option<&'static str>,
     /// Whether it is a key of `shape` in gradcheck's configs, like `batch` and `seq_len`.
     pub in_shape: bool,

@@ -70,8 +70,8 @@ class Call:
     # something reads later.
     reuses: tuple[int, int] | None = None
     without_gradient: WithoutGradient | None = field(default=None, repr=False)
-    # In programs for CUDA only: dims of an array, and its named axes that lie before the last axis
-    # of tokens in memory, such as "S" or "B S". The attribute "tokens_first" tells the handler.
+    # In programs for CUDA only: pairs of an array's dims and of its named axes, such as "S", that
+    # memory holds before the last axis of tokens. The attribute "tokens_first" tells the handler.
     outward: tuple[tuple[str, str], ...] = ()
     # Further attributes in programs for CUDA only, which may add results, such as scratch.
     for_cuda: tuple[tuple[str, Any], ...] = ()
@@ -89,7 +89,7 @@ class Call:
     dense_on: tuple[str, ...] = ()
     # The call's name in the operation's table of measured choices (`library.prefers_xla`).
     variant: str = ""
-    # Whether `dense` replaces the call where XLA shards arrays that kernels need whole.
+    # Whether `dense` replaces the call where XLA shards an axis that kernels need whole.
     dense_if_sharded: bool = False
     # Whether `dense` consists of other calls, each with its own choice of implementation. It then
     # replaces the call wherever there is no kernel, even if the user named one, where XLA shards

@@ -173,7 +173,7 @@ class TokenChunks:
         """Returns loss, lse, lse_low, more, and gradients for cotangents of the loss.
 
         `more` has the auxiliary outputs of `kernels.forward_tokens`, from entropy on. For a shard,
-        which has no auxiliary outputs, it is in which shards a token has no logits.
+        which has no auxiliary outputs, it says whether all logits of a token in the shard are -inf.
         """
         loss = write_in_place(self.loss)
         options = loss.options
@@ -377,10 +377,11 @@ def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
 def gradient_scalars(
     options: Options, vocab: int, labels: jax.Array, saved: Any, cotangents: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns a, b, e, each [N] in f32, of dlogits = a exp(z - lse) + b [v = y] - e.
+    """Returns p_factor, at_label and even, each [N] in f32, and which tokens have a gradient.
 
-    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse). The last result is which
-    tokens have a gradient.
+    dlogits = p_factor exp(z - lse) + at_label [v = y] - even.
+
+    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse).
     """
     lse, low = saved
     g, h, k = mask_cotangents(options, vocab, labels, *cotangents)

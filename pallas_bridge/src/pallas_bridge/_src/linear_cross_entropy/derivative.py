@@ -1,6 +1,6 @@
 """The two derivative rules: per token, and of a reduced loss with auxiliary outputs.
 
-Operands hold the whole vocabulary or one vocabulary shard. A whole vocabulary is its only shard:
+Operands hold the whole vocabulary or one vocabulary shard. A whole vocabulary counts as one shard:
 there is one path, in which shards exchange a few scalars a token (`vocab_shards` has the formulas)
 and the only shard exchanges nothing. Auxiliary outputs are entropy, top-1 match and
 log-probabilities of given columns, computed from the logits of one chunk of tokens at a time.
@@ -264,7 +264,7 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
 def _reduced(
     loss: LinearLoss, operands: Operands, columns: jax.Array | None, factors: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns the loss, and of what `forward` gives all from lse on."""
+    """Returns the reduced loss, lse, and the auxiliary outputs of `forward`."""
     outputs, _ = forward(loss, operands, columns, is_differentiated=False)
     losses, _, *others = outputs
     return weighted(losses, factors).sum(), *others
@@ -278,7 +278,7 @@ def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, An
     losses, saved, correct, gradients = _fused(loss, *primals, needs_losses=needs_losses)
     floats = [weighted(losses, factors).sum(), saved.lse]
     floats += [one for one in (saved.entropy, saved.picked) if one is not None]
-    # A cotangent of an output beside the loss, which is rare, takes the pass per token.
+    # With a cotangent of another output, which is rare, `_reduced_vjp` recomputes the logits.
     is_shard = not loss.exchange.is_whole
     needs_operands = loss.options.every_token or loss.has_outputs(columns) or is_shard
     recompute = (operands, columns, factors, saved) if needs_operands else None

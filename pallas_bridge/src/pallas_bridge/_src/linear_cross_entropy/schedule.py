@@ -209,10 +209,11 @@ class Planner:
     def plans(
         self, operands: Sequence[Any], *, reduced: bool, running: bool = False
     ) -> tuple[Plan, Plan | None, Plan | None]:
-        """Returns the plan, and what takes its place on NVIDIA's GPUs and on CPUs, if anything.
+        """Returns the plans of chunks in XLA, of a CUDA call and of a CPU call.
 
-        Operands are hidden, weight and bias, or their shapes and dtypes. `reduced` is whether the
-        reduction is inside, `running` whether dweight is added to sums.
+        A plan is None where the platform has no such call. Operands are hidden, weight and bias, or
+        their shapes and dtypes. `reduced` is whether the reduction is inside, `running` whether
+        dweight is added to sums.
         """
         hidden, weight, bias, *_ = operands
         limit, vocab_axis = self.max_scratch_bytes, self.gemms.vocab_axis
@@ -228,7 +229,7 @@ class Planner:
                 f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
                 'tokens may be symbolic, but for implementation="reference"'
             )
-        # XLA adds to running sums what it makes of a weight in f32.
+        # With running sums, chunks in XLA compute the gradient of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
         if self.gemms.isolated:
@@ -238,7 +239,7 @@ class Planner:
             return plans.plan_symbolic(problem, limit), None, None
         plan = plans.plan_chunks(problem, limit)
         problem = Problem.of(operands, vocab_axis, reduced=reduced, running=running)
-        # There the usual budget is no larger with a bias.
+        # In library calls, a bias does not raise the default budget.
         if limit is None:
             limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
         cuda = library_plan.plan_cuda(problem, limit)
@@ -250,9 +251,9 @@ class Planner:
         return plan, cuda, cpu
 
     def fused_chunk_tokens(self, operands: Operands) -> int | None:
-        """Returns the tokens of chunks that have gradients in the forward pass; None for none.
+        """Returns the tokens of a chunk whose forward pass computes gradients too.
 
-        Nobody pads these chunks.
+        None if no pass does, or if the plan pads its chunks.
         """
         plan, _, _ = self.plans(operands, reduced=True)
         is_padded = plan.batch_invariant or plan.any_count
@@ -406,7 +407,7 @@ _library_call = make_primitive(OPERATION, "linear_cross_entropy_call", _choose_c
 _kernels = make_primitive(OPERATION, "xentile_linear_cross_entropy", _choose_kernels)
 # How much VMEM there is decides whether logits are computed twice or three times.
 tell_devices(_kernels)
-# The same where a mesh has no devices to tell of.
+# `_kernels` for abstract meshes, which have no devices to ask.
 _kernels_for_any = make_primitive(
     OPERATION, "xentile_linear_cross_entropy_for_any", _choose_kernels
 )
