@@ -12,7 +12,7 @@ from .. import gathering, one_program
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint
 from ..implementations import choose
-from ..keywords import hinted
+from ..keywords import hinted_with
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.options import Options, check_arrays, check_options, narrow_labels
 from ..losses.reduction import token_factors, weighted, weighted_sum
@@ -26,7 +26,7 @@ AxisName = str | Sequence[str]
 
 
 class _Keywords(TypedDict, total=False):
-    """The options that both functions have."""
+    """The options that both functions have; `_prepare` has their defaults."""
 
     ignore_index: int
     label_smoothing: float | jax.Array
@@ -38,6 +38,90 @@ class _Keywords(TypedDict, total=False):
     donate_logits: bool
     implementation: Implementation | None
     axis_name: AxisName | None
+
+
+class _Arrays(NamedTuple):
+    """The checked arrays and options of a loss."""
+
+    logits: jax.Array
+    labels: jax.Array
+    weights: jax.Array | None
+    options: Options
+    request: Request
+    layout: Layout
+    coefficients: Coefficients
+
+    def per_token(self, *indices: int, factors: jax.Array | None = None) -> TokenOutputs:
+        """Returns outputs of tokens, at least those of `indices` and what is requested.
+
+        `factors` are what losses are going to be multiplied by.
+        """
+        run, coefficients = Bound(Layout.per_token, self.layout, self.options), self.coefficients
+        results = *indices, *coefficients.indices, *self.request.indices
+        arrays = self.request, self.logits, self.labels
+        outputs = TokenOutputs(*one_program.run(run, *arrays, results=results))
+        loss = coefficients.loss(self.options, self.labels, outputs, factors)
+        return outputs._replace(loss=loss)
+
+
+def _prepare(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None,
+    columns: ArrayLike | None,
+    requested: Request,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    donate_logits: bool = False,
+    implementation: Implementation | None = None,
+    axis_name: AxisName | None = None,
+) -> _Arrays:
+    """Returns checked arrays and options.
+
+    Raises:
+        TypeError: logits that no kernel reads.
+    """
+    chosen = choose(OPERATION, implementation)
+    logits, labels = as_array("logits", logits, "[.., T, V]"), as_array("labels", labels, "[.., T]")
+    weights = None if weights is None else as_array("weights", weights, "[.., T]")
+    check_arrays(logits, labels, weights)
+    if chosen != "reference" and logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(
+            f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
+            f"{cast_hint(logits)}{REFERENCE_TAKES_OTHERS}"
+        )
+    coefficients = Coefficients(label_smoothing, z_loss)
+    options = check_options(
+        **coefficients.known,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        temperature=temperature,
+        block_size=block_size,
+        time_block=time_block,
+        every_token=requested.lse,
+        entropy=requested.entropy,
+        correct=requested.correct,
+        donate_logits=donate_logits,
+        implementation=implementation,
+    )
+    options = coefficients.for_kernels(options)
+    labels, options = narrow_labels(labels, options)
+    weights = None if weights is None else weights.astype(jnp.float32)
+    layout = find_layout(logits, axis_name)
+    if layout is not None:
+        labels = layout.place(labels)
+        weights = None if weights is None else layout.place(weights)
+    elif chosen != "reference":
+        logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
+    columns = check_columns(OPERATION, columns, labels.shape)
+    request = dataclasses.replace(requested, columns=columns)
+    return _Arrays(logits, labels, weights, options, request, layout or Layout(), coefficients)
 
 
 @overload
@@ -79,27 +163,18 @@ def cross_entropy(
 ) -> Any: ...
 
 
-@hinted
+@hinted_with(_prepare)
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
     reduction: Reduction = "mean",
     weights: ArrayLike | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float | jax.Array = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    donate_logits: bool = False,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
+    **options: Unpack[_Keywords],
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of logits against labels, reduced over all tokens.
 
@@ -173,24 +248,8 @@ def cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
-    arrays = _prepare(
-        logits,
-        labels,
-        weights,
-        columns,
-        implementation,
-        axis_name,
-        Coefficients(label_smoothing, z_loss),
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature,
-        block_size=block_size,
-        time_block=time_block,
-        every_token=return_lse,
-        entropy=return_entropy,
-        correct=return_correct,
-        donate_logits=donate_logits,
-    )
+    requested = Request(return_lse, return_entropy, return_correct)
+    arrays = _prepare(logits, labels, weights, columns, requested, **options)
     request, weights = arrays.request, arrays.weights
     if reduction == "none":
         outputs = arrays.per_token(0, factors=weights)
@@ -239,25 +298,16 @@ def cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted
+@hinted_with(_prepare)
 def cross_entropy_per_token(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float | jax.Array = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    donate_logits: bool = False,
-    implementation: Implementation | None = None,
-    axis_name: AxisName | None = None,
+    **options: Unpack[_Keywords],
 ) -> tuple[jax.Array, ...]:
     """Loss and log-probability of the label for every token.
 
@@ -273,89 +323,10 @@ def cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
     """
-    arrays = _prepare(
-        logits,
-        labels,
-        None,
-        columns,
-        implementation,
-        axis_name,
-        Coefficients(label_smoothing, z_loss),
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature,
-        block_size=block_size,
-        time_block=time_block,
-        every_token=return_lse,
-        entropy=return_entropy,
-        correct=return_correct,
-        donate_logits=donate_logits,
-    )
+    requested = Request(return_lse, return_entropy, return_correct)
+    arrays = _prepare(logits, labels, None, columns, requested, **options)
     outputs = arrays.per_token(0, 1)
     return outputs.loss, outputs.logps, *arrays.request.select(outputs)
-
-
-class _Arrays(NamedTuple):
-    """The checked arrays and options of a loss."""
-
-    logits: jax.Array
-    labels: jax.Array
-    weights: jax.Array | None
-    options: Options
-    request: Request
-    layout: Layout
-    coefficients: Coefficients
-
-    def per_token(self, *indices: int, factors: jax.Array | None = None) -> TokenOutputs:
-        """Returns outputs of tokens, at least those of `indices` and what is requested.
-
-        `factors` are what losses are going to be multiplied by.
-        """
-        run, coefficients = Bound(Layout.per_token, self.layout, self.options), self.coefficients
-        results = *indices, *coefficients.indices, *self.request.indices
-        arrays = self.request, self.logits, self.labels
-        outputs = TokenOutputs(*one_program.run(run, *arrays, results=results))
-        loss = coefficients.loss(self.options, self.labels, outputs, factors)
-        return outputs._replace(loss=loss)
-
-
-def _prepare(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    weights: ArrayLike | None,
-    columns: ArrayLike | None,
-    implementation: Implementation | None,
-    axis_name: AxisName | None,
-    coefficients: Coefficients,
-    **options: Any,
-) -> _Arrays:
-    """Returns checked arrays and options.
-
-    Raises:
-        TypeError: logits that no kernel reads.
-    """
-    chosen = choose(OPERATION, implementation)
-    logits, labels = as_array("logits", logits, "[.., T, V]"), as_array("labels", labels, "[.., T]")
-    weights = None if weights is None else as_array("weights", weights, "[.., T]")
-    check_arrays(logits, labels, weights)
-    if chosen != "reference" and logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(
-            f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
-            f"{cast_hint(logits)}{REFERENCE_TAKES_OTHERS}"
-        )
-    checked = coefficients.for_kernels(check_options(**coefficients.known, **options))
-    checked = dataclasses.replace(checked, implementation=implementation)
-    labels, checked = narrow_labels(labels, checked)
-    weights = None if weights is None else weights.astype(jnp.float32)
-    layout = find_layout(logits, axis_name)
-    if layout is not None:
-        labels = layout.place(labels)
-        weights = None if weights is None else layout.place(weights)
-    elif chosen != "reference":
-        logits = gathering.watched(OPERATION, "logits", logits, -1, calls_ask=True)
-    columns = check_columns(OPERATION, columns, labels.shape)
-    request = Request(checked.every_token, checked.entropy, checked.correct, columns)
-    return _Arrays(logits, labels, weights, checked, request, layout or Layout(), coefficients)
 
 
 def _join(loss: jax.Array, *more: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
