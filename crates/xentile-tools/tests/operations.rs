@@ -317,6 +317,18 @@ fn operations_are_told_of() {
 #[test]
 #[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
 fn every_operation_passes_gradcheck_on_xla() {
+    pass_on_xla("kernel", usize::MAX);
+    pass_on_xla("reference", 1);
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn every_variant_of_xlas_own_program_passes_gradcheck() {
+    pass_on_xla("reference", usize::MAX);
+}
+
+/// Runs gradcheck on XLA's CPU with the first `count` variants of each operation.
+fn pass_on_xla(implementation: &str, count: usize) {
     let source = "../../pallas_bridge/src/pallas_bridge/_src";
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
     let exported = std::fs::read_to_string(source.join("exported.py")).unwrap();
@@ -330,15 +342,10 @@ fn every_operation_passes_gradcheck_on_xla() {
         // XLA's programs add rows up as they come.
         let has_sums = of.tolerances().iter().any(|of| of.name == "sum_roundings");
         let sums = has_sums.then(|| "tolerances.sum_roundings=1".to_owned());
-        for implementation in ["kernel", "reference"] {
-            // Nightly, every variant of XLA's own program too.
-            let is_nightly = std::env::var("XENTILE_TEST_SET").as_deref() == Ok("nightly");
-            let count = if implementation == "kernel" || is_nightly { usize::MAX } else { 1 };
-            for more in variants(of).into_iter().take(count) {
-                let mut sets = vec!["backend=xla:cpu".to_owned(), format!("impl={implementation}")];
-                sets.extend(sums.iter().cloned().chain(more));
-                runs.push((config(of), sets));
-            }
+        for more in variants(of).into_iter().take(count) {
+            let mut sets = vec!["backend=xla:cpu".to_owned(), format!("impl={implementation}")];
+            sets.extend(sums.iter().cloned().chain(more));
+            runs.push((config(of), sets));
         }
     }
     assert!(!runs.is_empty());
