@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("equinox", reason="needs equinox, which the library does not")
 
 import equinox as eqx
+from layers import check, draw
 
 from pallas_bridge import equinox as ours
 from pallas_bridge import nn
@@ -20,10 +21,6 @@ from pallas_bridge import nn
 NORMS = [(ours.RMSNorm, eqx.nn.RMSNorm), (ours.LayerNorm, eqx.nn.LayerNorm)]
 CAUSAL = np.tril(np.ones((6, 6), bool))
 KEYS = jax.random.split(jax.random.key(0), 4)
-
-
-def draw(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), dtype)
 
 
 def filled(layer: Any, rng: np.random.Generator) -> Any:
@@ -41,18 +38,6 @@ def copied(theirs: Any, layer: Any) -> Any:
     eqx.tree_serialise_leaves(file, theirs)
     file.seek(0)
     return eqx.tree_deserialise_leaves(file, layer)
-
-
-def check(found: Any, wanted: Any, off: float = 2e-5) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        one, other = (np.asarray(x, np.float32) for x in (one, other))
-        if off < 1e-2:
-            # Entries are sums of terms as large as the largest entry.
-            size = max(np.abs(other).max(initial=0), 1)
-            np.testing.assert_allclose(one, other, atol=off * size, rtol=off)
-        else:  # of 16 bits: roundings of entries differ, and add up in sums
-            assert np.linalg.norm(one - other) <= off * (np.linalg.norm(other) + one.size**0.5)
 
 
 def both(layer: Any, *arrays: Any, **options: Any) -> Any:

@@ -38,7 +38,7 @@ def draw_tokens(rng: np.random.Generator, length: int = TOKENS) -> jax.Array:
 
 
 def move(rng: np.random.Generator) -> Callable[[Any], Any]:
-    """What moves parameters, of which some start at 0 or at 1."""
+    """Returns a function that perturbs a parameter: some start at 0 or at 1."""
 
     def moved(x: jax.Array) -> jax.Array:
         return x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype)
@@ -56,10 +56,23 @@ def check(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * most)
 
 
-def names_of(function: Callable[..., Any], *arguments: Any) -> set[str]:
-    """Which kernels a function calls."""
+def find_kernels(function: Callable[..., Any], *arguments: Any) -> set[str]:
+    """Returns which kernels a function calls."""
     jaxpr = str(jax.make_jaxpr(function)(*arguments))
     return {name for name in (NORM, ATTENTION, LOSS) if re.search(name, jaxpr)}
+
+
+def evaluate(loss: Callable[[Any], tuple[Any, Any]], model: Any) -> tuple[Any, set[str]]:
+    """Returns the outputs and gradients of a loss of a flax.nnx model, and the kernels called.
+
+    `loss` returns the loss and another output.
+    """
+    from flax import nnx
+
+    graph, state = nnx.split(model)
+    names = find_kernels(lambda state: loss(nnx.merge(graph, state)), state)
+    outputs, gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
+    return (outputs, nnx.to_pure_dict(gradients)), names
 
 
 @pytest.mark.needs("maxtext")
@@ -119,10 +132,7 @@ def test_maxtext(rng: np.random.Generator, tmp_path: Path) -> None:
                 found, outputs = train.loss_fn(model, config, dict(data), None, None)
                 return found, outputs["z_loss"]
 
-            graph, state = nnx.split(model)
-            names = names_of(lambda state: loss(nnx.merge(graph, state)), state)
-            (found, z_loss), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
-            return (found, z_loss, nnx.to_pure_dict(gradients)), names
+            return evaluate(loss, model)
 
     wanted, names = run(attention="dot_product")
     assert not names
@@ -171,11 +181,11 @@ def test_levanter(rng: np.random.Generator) -> None:
     _, ours = eqx.partition(build("nvte"), eqx.is_inexact_array)
 
     def run(static: Any) -> tuple[Any, set[str]]:
-        def of_parameters(parameters: Any) -> Any:
+        def compute(parameters: Any) -> Any:
             return loss(eqx.combine(parameters, static))
 
-        names = names_of(of_parameters, parameters)
-        found, gradients = jax.jit(jax.value_and_grad(of_parameters))(parameters)
+        names = find_kernels(compute, parameters)
+        found, gradients = jax.jit(jax.value_and_grad(compute))(parameters)
         return (found, jax.tree.leaves(gradients)), names
 
     wanted, names = run(theirs)
@@ -240,10 +250,7 @@ def test_easydel(rng: np.random.Generator) -> None:
             return metrics.loss, metrics.weight_sum.astype("float32")
 
         with model.mesh:
-            graph, state = nnx.split(model)
-            names = names_of(lambda state: loss(nnx.merge(graph, state)), state)
-            (found, count), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
-        return (found, count, nnx.to_pure_dict(gradients)), names
+            return evaluate(loss, model)
 
     wanted, names = run("vanilla")
     assert not names
@@ -287,10 +294,7 @@ def test_tunix(rng: np.random.Generator) -> None:
 
     def run() -> tuple[Any, set[str]]:
         loss = trainer.loss_fn
-        graph, state = nnx.split(model)
-        names = names_of(lambda state: loss(nnx.merge(graph, state), **inputs), state)
-        found, gradients = nnx.jit(nnx.value_and_grad(loss))(model, **inputs)
-        return (found, nnx.to_pure_dict(gradients)), names
+        return evaluate(lambda model: (loss(model, **inputs), None), model)
 
     wanted, names = run()
     assert not names

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("flax", reason="needs flax, which the library does not")
 
+import layers
 from flax import nnx
+from layers import draw
 
 from pallas_bridge import linear_cross_entropy, nn
 from pallas_bridge import nnx as ours
@@ -17,10 +19,6 @@ from pallas_bridge import nnx as ours
 # The layer of ours, and of Flax.
 NORMS = [(ours.RMSNorm, nnx.RMSNorm), (ours.LayerNorm, nnx.LayerNorm)]
 CAUSAL = np.tril(np.ones((6, 6), bool))
-
-
-def draw(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), dtype)
 
 
 def filled(layer: Any, rng: np.random.Generator) -> Any:
@@ -31,16 +29,9 @@ def filled(layer: Any, rng: np.random.Generator) -> Any:
 
 
 def check(found: Any, wanted: Any, off: float = 2e-5) -> None:
+    """Compares two trees of arrays of one structure."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        one, other = (np.asarray(x, np.float32) for x in (one, other))
-        if off < 1e-2:
-            # Entries are sums of terms as large as the largest entry.
-            size = max(np.abs(other).max(initial=0), 1)
-            np.testing.assert_allclose(one, other, atol=off * size, rtol=off)
-        else:  # of 16 bits: roundings of entries differ, and add up in sums
-            assert np.linalg.norm(one - other) <= off * (np.linalg.norm(other) + one.size**0.5)
+    layers.check(found, wanted, off)
 
 
 def both(layer: Any, *arrays: Any, **options: Any) -> Any:
