@@ -289,9 +289,9 @@ def test_attention_of_fewer_key_heads(kv_heads: Any, mask: Any, rng: np.random.G
     one = copied(theirs, ours.MultiHeadAttention(**options))
     arrays = draw(rng, 2, 6, 16), draw(rng, 2, 9, 5)
     array = np.tril(np.ones((1, 1, 6, 9), bool))
-    of_ours = {None: None, "array": array, "object": nn.CausalMask()}[mask]
+    our_mask = {None: None, "array": array, "object": nn.CausalMask()}[mask]
     wanted = both(theirs, *arrays, mask=None if mask is None else array)
-    check(both(one, *arrays, mask=of_ours), wanted, 5e-5)
+    check(both(one, *arrays, mask=our_mask), wanted, 5e-5)
     check(one(*arrays, arrays[1], is_causal=True), theirs(*arrays, mask=array), 5e-5)
 
 

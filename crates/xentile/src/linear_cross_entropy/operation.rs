@@ -371,14 +371,14 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
     fn shifts(&self, token: usize, logits: &[f64]) -> Vec<f64> {
         let hidden = norm(self.operands.hidden(token).iter().map(|x| x.to_f64()));
         // The sum of magnitudes is at most the product of both norms.
-        let of_product = self.bound_sum(self.operands.shape().width()) * hidden;
+        let gemm_error = self.bound_sum(self.operands.shape().width()) * hidden;
         let columns = logits.iter().zip(&self.norms).enumerate();
         let shift = |(column, (&z, norm)): (usize, (&f64, &f64))| {
             let of_bias = match self.operands.has_bias() {
                 true => F32_ROUNDING * (z.abs() + self.operands.bias(column).abs()),
                 false => 0.0,
             };
-            (of_product * norm + of_bias) / self.options.temperature
+            (gemm_error * norm + of_bias) / self.options.temperature
         };
         columns.map(shift).collect()
     }
@@ -501,7 +501,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
             }
         }
         let shape = self.operands.shape();
-        let of_sums = self.bound_sum(shape.vocab().max(shape.tokens()));
+        let sum_error = self.bound_sum(shape.vocab().max(shape.tokens()));
         let of_cap = self.options.softcap.map_or(0.0, |cap| 2.0 / cap);
         // In 16 bits the softmax may be normalised by the sum of rounded exponentials, and hidden
         // states are rounded with the factor of their token.
@@ -528,7 +528,7 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
             let operand = of_terms + slope * picked.get(column).copied().unwrap_or(0.0);
             let kernel = (self.tolerances.get("dlogits_ulp") * dtype.ulp(operand))
                 .max(self.tolerances.get("dlogits_cotangent") * size);
-            let relative = operand * (of_cap * shift + rounding) + dz.abs() * of_sums;
+            let relative = operand * (of_cap * shift + rounding) + dz.abs() * sum_error;
             *dz = moved + kernel + subnormal + relative;
         }
     }
@@ -539,8 +539,8 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         let rounding = <E as Element>::DTYPE.ulp(1.0) / 2.0;
         let square = self.tokens.iter().map(|token| token.square).sum::<f64>();
         let logit = (square / self.tokens.len().max(1) as f64).sqrt();
-        let of_logits = self.bound_sum(self.operands.shape().width()) * logit;
-        self.tolerances.get("gradient_roundings") * rounding + of_logits
+        let logit_error = self.bound_sum(self.operands.shape().width()) * logit;
+        self.tolerances.get("gradient_roundings") * rounding + logit_error
     }
 }
 
