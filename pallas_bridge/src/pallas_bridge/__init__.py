@@ -23,7 +23,7 @@ except ImportError:
         raise
     sys.exit(doctor.main())
 
-from . import losses, nn, optax
+from . import generation, losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.causal_conv1d.api import causal_conv1d
@@ -74,6 +74,7 @@ __all__ = [
     "fp8_quantize",
     "geglu",
     "gelu",
+    "generation",
     "get_include",
     "get_library",
     "info",
