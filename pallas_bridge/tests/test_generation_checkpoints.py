@@ -157,7 +157,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, folder: Path) -> Any:
+def make_model(rng: np.random.Generator, name: str, folder: Path) -> Any:
     """Writes transformers' model of random weights, and returns it."""
     import torch
     import transformers
@@ -165,7 +165,7 @@ def make_model(name: str, folder: Path) -> Any:
     kind, changes = MODELS[name]
     given = {key: value for key, value in CONFIG.items() if key != "model_type"} | changes
     config = getattr(transformers, f"{kind}Config")(**given, attn_implementation="eager")
-    torch.manual_seed(int(np.random.default_rng().integers(2**31)))
+    torch.manual_seed(int(rng.integers(2**31)))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
@@ -186,7 +186,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     import torch
 
-    model = make_model(name, tmp_path)
+    model = make_model(rng, name, tmp_path)
     config, params = load_hugging_face(tmp_path)
     text = rng.integers(0, 61, (2, LENGTH))
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     import torch
 
-    model = make_model(name, tmp_path)
+    model = make_model(rng, name, tmp_path)
     config, params = load_hugging_face(tmp_path)
     prompts = [rng.integers(0, 61, length).tolist() for length in (7, 1, 4)]
     found = generate(params, config, prompts, max_new_tokens=12)
@@ -230,7 +230,7 @@ def test_bfloat16_is_as_near_as_that_of_transformers(
 ) -> None:
     import torch
 
-    model = make_model("qwen3", tmp_path)
+    model = make_model(rng, "qwen3", tmp_path)
     text = rng.integers(0, 61, (2, LENGTH))
     with torch.no_grad():
         right = model(torch.asarray(text)).logits.numpy()[:, -1]

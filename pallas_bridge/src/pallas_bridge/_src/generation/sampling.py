@@ -1,5 +1,6 @@
 """The next token of each sequence from its logits."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ class Sampling(NamedTuple):
 @hinted
 def sample(
     logits: ArrayLike,
-    seeds: ArrayLike,
+    seeds: ArrayLike | Sequence[int],
     steps: ArrayLike = 0,
     *,
     temperature: ArrayLike = 1.0,
