@@ -20,6 +20,7 @@ from pallas_bridge.generation import (
     prefill,
     sample,
 )
+from test_strict_modes import wide_types
 
 from pallas_bridge import (
     Llama3Scaling,
@@ -276,6 +277,14 @@ def test_samplers_keep_ties_and_refuse_nan() -> None:
     traced = jax.jit(lambda k, t: sample(many, jnp.arange(200), temperature=t, top_k=k)[0])
     assert set(traced(1, 0.0).tolist()) == {1, 2}
     assert set(traced(4, 1e3).tolist()) == {0, 1, 2, 3}
+
+
+def test_strict_types(params: Any) -> None:
+    options: Any = {"max_new_tokens": 2, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "temperature": 1.0}
+    right = generate(params, QWEN3, PROMPTS, **options)
+    with wide_types():
+        found = generate(params, QWEN3, PROMPTS, **options)
+    assert (found.tokens == right.tokens).all()
 
 
 def test_bad_values_on_the_device_stay_in_their_row(rng: np.random.Generator, params: Any) -> None:

@@ -125,7 +125,7 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     seeds = as_array("seeds", seeds, "of integers, [B] or []")
     if seeds.ndim == 0:
-        seeds = seeds + jnp.arange(batch)
+        seeds = seeds + jnp.arange(batch, dtype=seeds.dtype)
     if seeds.shape != (batch,) or not jnp.issubdtype(seeds.dtype, jnp.integer):
         raise ValueError(
             f"seeds has shape {seeds.shape} and dtype {seeds.dtype}; it must be {batch} integers"
@@ -183,10 +183,10 @@ def _generate(
             io_callback(_give, None, listener, step, tokens, ordered=True)
         found = Generated(
             found.tokens.at[:, step].set(tokens),
-            found.lengths + (tokens >= 0),
+            found.lengths + (tokens >= 0).astype(jnp.int32),
             found.logps.at[:, step].set(jnp.where(tokens < 0, 0.0, logps)),
         )
-        return found, tokens, (tokens < 0) | (tokens[:, None] == stop_tokens).any(1)
+        return found, tokens, (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
 
     def goes_on(carry: Any) -> Any:
         step, *_, has_ended = carry

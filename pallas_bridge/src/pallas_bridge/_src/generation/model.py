@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..activation.api import swiglu
+from ..arrays import match_rank
 from ..checks import as_array, is_traced
 from ..flash_attention.api import flash_attention
 from ..keywords import hinted
@@ -131,11 +132,12 @@ def _prefill(
     params: Params, config: DecoderConfig, cache: Cache, tokens: Array, lengths: Array
 ) -> tuple[Array, Cache]:
     most = tokens.shape[1]
-    is_padding = jnp.arange(most) >= lengths[:, None]
+    places = jnp.arange(most, dtype=jnp.int32)
+    is_padding = places[None] >= lengths[:, None]
     is_valid = (_is_token(tokens, config) | is_padding).all(1) & (lengths > 0) & (lengths <= most)
 
     def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-        start = (layer, 0, 0, 0, 0)
+        start = (layer, *4 * [jnp.int32(0)])
         cache = Cache(
             jax.lax.dynamic_update_slice(cache.keys, k[None], start),
             jax.lax.dynamic_update_slice(cache.values, v[None], start),
@@ -143,7 +145,7 @@ def _prefill(
         # Queries of padding see keys of their own prompt; no other query sees padding.
         return flash_attention(q, k, v, causal=True, window=_window(config)), cache
 
-    x, cache = hidden_states(params, config, cache, tokens, jnp.arange(most), attend)
+    x, cache = hidden_states(params, config, cache, tokens, places, attend)
     last = jnp.clip(lengths - 1, 0, most - 1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     return jnp.where(is_valid[:, None], _logits(params, config, x), jnp.nan), cache
@@ -155,7 +157,7 @@ def _decode_step(
 ) -> tuple[Array, Cache]:
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
-    rows, kept = jnp.arange(batch), jnp.where(is_valid, positions, 0)
+    rows, kept = jnp.arange(batch, dtype=jnp.int32), jnp.where(is_valid, positions, 0)
     # Nothing is written where this is beyond the cache.
     written = jnp.where(is_valid, positions, length)
 
@@ -212,7 +214,7 @@ def hidden_states(
         branch = _linear(swiglu(_linear(x, weights["gate_up"])), weights["down"])
         return (branch, residual, state), None
 
-    arrays = (jnp.arange(config.layers), params["layers"])
+    arrays = (jnp.arange(config.layers, dtype=jnp.int32), params["layers"])
     (branch, residual, state), _ = jax.lax.scan(layer, (x, jnp.zeros_like(x), state), arrays)
     return norm(branch, params["norm"], residual=residual)[0], state
 
@@ -221,7 +223,7 @@ def _qkv(config: DecoderConfig, weights: Params, x: Array, tables: Any) -> tuple
     """Returns queries and keys after RoPE, and values, of x [B, T, D]."""
     qkv = _linear(x, weights["qkv"])
     if config.qkv_bias:
-        qkv = qkv + weights["qkv_bias"].astype(qkv.dtype)
+        qkv = qkv + match_rank(weights["qkv_bias"].astype(qkv.dtype), qkv)
     heads = qkv.reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
     if config.qk_norm:

@@ -144,7 +144,8 @@ def _keep_largest(logits: Array, weights: Array, wanted: ArrayLike) -> Array:
         total = jnp.where(order >= middle[:, None], weights, 0.0).sum(1)
         return jnp.where(total >= wanted, middle, least)
 
-    least = jax.lax.fori_loop(0, 31, halve, jnp.zeros(logits.shape[0], jnp.int32))
+    none = jnp.zeros(logits.shape[0], jnp.int32)
+    least = jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), halve, none)
     return jnp.where(order >= least[:, None], logits, -jnp.inf)
 
 
