@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pallas_bridge._src.generation import generate as program
+from pallas_bridge._src.generation.model import attend_in_layer as in_layer
+from pallas_bridge._src.generation.model import attend_in_pages as in_pages
 from pallas_bridge._src.generation.model import hidden_states
 from pallas_bridge._src.rope.scaling import frequencies
 from pallas_bridge.generation import (
@@ -132,6 +134,18 @@ def test_logits_of_prefill_and_steps(rng: np.random.Generator, name: str, dtype:
 PROMPTS = [[3, 14, 15, 9], [2], [6, 5, 35, 8, 9, 7, 9]]
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_pages_are_those_of_the_layer(rng: np.random.Generator, name: str) -> None:
+    config = CONFIGS[name]
+    keys, values = (
+        jnp.asarray(rng.normal(size=one.shape), "bfloat16") for one in caches(config, 3)
+    )
+    q = jnp.asarray(rng.normal(size=(3, 1, config.heads, config.head_dim)), "bfloat16")
+    operands = (config, q, keys, values, jnp.int32(1), jnp.asarray([1, LENGTH, 5]))
+    found, right = (np.asarray(one(*operands), np.float32) for one in (in_pages, in_layer))
+    assert np.abs(found - right).max() <= 0.02 * np.abs(right).max()
+
+
 def test_greedy_tokens(params: Any) -> None:
     found = generate(params, QWEN3, PROMPTS, max_new_tokens=5)
     assert (found.lengths == 5).all()
@@ -162,7 +176,8 @@ def test_rows_do_not_depend_on_others(params: Any) -> None:
     # Seeds of a scalar count up; another seed has other tokens.
     same = generate(params, QWEN3, [PROMPTS[0]] * 3, seeds=7, **options)
     assert (same.tokens[0] == together.tokens[0]).all()
-    assert (same.tokens[0] != same.tokens[1]).any()
+    hot = generate(params, QWEN3, [PROMPTS[0]] * 3, seeds=7, **{**options, "temperature": 20.0})
+    assert (hot.tokens[0] != hot.tokens[1]).any()
 
 
 def test_stop_tokens_end_their_sequence(params: Any) -> None:
@@ -290,6 +305,8 @@ def test_strict_types(params: Any) -> None:
 def test_bad_values_on_the_device_stay_in_their_row(rng: np.random.Generator, params: Any) -> None:
     texts = rng.integers(1, 60, (4, 4))
     texts[1, 2] = 60
+    # A token that no row generates.
+    params = {**params, "head": params["head"].at[60].set(0.0)}
     broken = {**params, "embedding": params["embedding"].at[60].set(jnp.nan)}
     wrong = jnp.asarray(texts).at[2, 1].set(61)
     found = generate(broken, QWEN3, wrong, max_new_tokens=3)

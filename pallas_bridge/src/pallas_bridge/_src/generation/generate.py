@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from ..checks import as_array, is_traced
 from ..keywords import hinted
 from .config import DecoderConfig
-from .model import check_integers, check_tokens, decode_step, init_cache, prefill
+from .model import LARGEST_PAGE, check_integers, check_tokens, decode_step, init_cache, prefill
 from .parameters import Params, check_params
 from .sampling import Sampling, check_sampling, draw
 
@@ -165,7 +165,8 @@ def _generate(
 ) -> Generated:
     batch, most = prompts.shape
     dtype = params["embedding"].dtype
-    cache = init_cache(config, batch, most + max_new_tokens, dtype=dtype)
+    length = -(-(most + max_new_tokens) // LARGEST_PAGE) * LARGEST_PAGE
+    cache = init_cache(config, batch, length, dtype=dtype)
     logits, cache = prefill(params, config, cache, prompts, prompt_lengths)
     found = Generated(
         jnp.full((batch, max_new_tokens), -1, jnp.int32),

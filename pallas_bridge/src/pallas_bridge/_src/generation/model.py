@@ -3,6 +3,7 @@
 `_decode_step` is the inner step: a kernel that decodes a whole token replaces that function.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ..activation.api import swiglu
 from ..arrays import match_rank
 from ..checks import as_array, is_traced
 from ..flash_attention.api import flash_attention
+from ..flash_attention.paged import paged_attention
 from ..keywords import hinted
 from ..norm.api import rms_norm
 from ..rope.api import rope
@@ -26,6 +28,8 @@ from .config import DecoderConfig
 from .parameters import Params, check_params
 
 Array = jax.Array
+# Keys of a page, in which kernels for GPUs read a cache; a power of two.
+LARGEST_PAGE = 128
 
 
 class Cache(NamedTuple):
@@ -166,18 +170,42 @@ def _decode_step(
             cache.keys.at[layer, rows, written].set(k[:, 0], mode="drop"),
             cache.values.at[layer, rows, written].set(v[:, 0], mode="drop"),
         )
-        o = flash_attention(
-            q,
-            cache.keys[layer],
-            cache.values[layer],
-            causal=True,
-            window=_window(config),
-            kv_lengths=kept + 1,
-        )
+        operands = (q, *cache, layer, kept + 1)
+        in_layer, in_pages = (partial(one, config) for one in (attend_in_layer, attend_in_pages))
+        if q.dtype == jnp.float32:
+            return in_layer(*operands), cache
+        o = jax.lax.platform_dependent(*operands, cuda=in_pages, default=in_layer)
         return o, cache
 
     x, cache = hidden_states(params, config, cache, tokens[:, None], kept[:, None], attend)
     return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0]), jnp.nan), cache
+
+
+def attend_in_layer(
+    config: DecoderConfig, q: Array, keys: Array, values: Array, layer: Array, lengths: Array
+) -> Array:
+    """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer.
+
+    `keys` and `values` are those of a cache.
+    """
+    window = _window(config)
+    k, v = keys[layer], values[layer]
+    return flash_attention(q, k, v, causal=True, window=window, kv_lengths=lengths)
+
+
+def attend_in_pages(
+    config: DecoderConfig, q: Array, keys: Array, values: Array, layer: Array, lengths: Array
+) -> Any:
+    """Returns what `attend_in_layer` does, with all layers as one pool of pages.
+
+    Kernels for GPUs read keys where they are in the pool; XLA would copy a layer for them.
+    """
+    batch, length = keys.shape[1:3]
+    page_size = math.gcd(length, LARGEST_PAGE)
+    pages = jnp.arange(batch * length // page_size, dtype=jnp.int32).reshape(batch, -1)
+    tables = layer * pages.size + pages
+    k, v = (x.reshape(-1, page_size, *x.shape[3:]) for x in (keys, values))
+    return paged_attention(q, k, v, tables, lengths, window=_window(config))
 
 
 def hidden_states(
