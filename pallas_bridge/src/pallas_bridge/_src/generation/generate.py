@@ -1,9 +1,9 @@
 """Text generation in one program: prefill, then a loop of steps on the device."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,13 @@ from .parameters import Params, check_params
 from .sampling import Sampling, check_sampling, draw
 
 Array = jax.Array
-OnTokens = Callable[[int, np.ndarray], object]
+
+
+class OnTokens(Protocol):
+    """A function of a step and of tokens [B], on the host."""
+
+    def __call__(self, step: int, tokens: np.ndarray, /) -> object:
+        """Takes the tokens of a step."""
 
 
 class _Listener:
