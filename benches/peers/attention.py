@@ -44,6 +44,7 @@ CELLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     "2x8192 16/2 128": ((2, 8192, 16, 2, 128), {}),
     "8x4096 32/32 64": ((8, 4096, 32, 32, 64), {}),
     "1x65536 8/1 128": ((1, 65536, 8, 1, 128), {}),
+    "2x4096 16/16 192/128": ((2, 4096, 16, 16, 192), {"value_columns": 128}),
     "4x4096 32/8 128 softcap": ((4, 4096, 32, 8, 128), {"softcap": 30.0}),
     "4x4096 32/8 128 sinks": ((4, 4096, 32, 8, 128), {"sinks": True}),
     "4x4096 32/8 128 segments": ((4, 4096, 32, 8, 128), {"segments": 8}),
@@ -66,10 +67,11 @@ def programs_of(
     """Returns functions of q, k and v by name, the arrays q, k and v, and a cotangent."""
     batch, tokens, heads, kv_heads, columns = shape
     keys = jax.random.split(jax.random.key(0), 4)
-    of_heads = (heads, kv_heads, kv_heads, heads)
+    values = options.get("value_columns", columns)
+    of_heads = ((heads, columns), (kv_heads, columns), (kv_heads, values), (heads, values))
     *arrays, dout = (
-        jax.random.normal(key, (batch, tokens, count, columns), jnp.bfloat16)
-        for key, count in zip(keys, of_heads, strict=True)
+        jax.random.normal(key, (batch, tokens, *of), jnp.bfloat16)
+        for key, of in zip(keys, of_heads, strict=True)
     )
     given: dict[str, Any] = {
         name: options[name] for name in ("window", "softcap") if name in options
@@ -85,7 +87,7 @@ def programs_of(
         "default": ours,
         "xla": partial(ours, implementation="reference"),
     }
-    if not {*options} - {"window"}:
+    if not {*options} - {"window", "value_columns"}:
         found["cudnn"] = partial(
             jax.nn.dot_product_attention,
             is_causal=True,
@@ -143,8 +145,10 @@ def measured(
         else:
             found[f"torch {backend}"] = {"ms": ms, "ours": ms / found["ours"]["ms"]}
     batch, tokens, heads, _, columns = shape
-    operations = 4 * batch * heads * columns * count_pairs(tokens, options)
-    operations *= {"forward": 1, "backward": 2.5, "both": 3.5}[which]
+    values = options.get("value_columns", columns)
+    multiplied = {"forward": columns + values, "backward": 3 * columns + 2 * values}
+    multiplied["both"] = sum(multiplied.values())
+    operations = 2 * batch * heads * multiplied[which] * count_pairs(tokens, options)
     for one in found.values():
         one["tflops"] = operations / one["ms"] / 1e9
     return {**found, "failed": failed}

@@ -61,17 +61,18 @@ def by_flex(tokens: int, options: dict[str, Any]) -> Function:
 def measured(shape: list[int], options: dict[str, Any], which: str, seconds: float) -> Any:
     """Milliseconds of each backend that has the options, timed in turns, or its error."""
     batch, tokens, heads, kv_heads, columns = shape
+    values = options.get("value_columns", columns)
     # Programs of other cells count towards a limit, past which nothing is compiled.
     torch._dynamo.reset()
     torch.manual_seed(0)
     arrays = [
-        torch.randn(batch, tokens, count, columns, device="cuda", dtype=torch.bfloat16)
+        torch.randn(batch, tokens, *of, device="cuda", dtype=torch.bfloat16)
         .transpose(1, 2)
         .requires_grad_()
-        for count in (heads, kv_heads, kv_heads)
+        for of in ((heads, columns), (kv_heads, columns), (kv_heads, values))
     ]
     functions: dict[str, Callable[[], Function]] = {}
-    if not options:
+    if not {*options} - {"value_columns"}:
         functions["flash"] = partial(by_backend, SDPBackend.FLASH_ATTENTION)
         functions["cudnn"] = partial(by_backend, SDPBackend.CUDNN_ATTENTION)
     if "sinks" not in options:

@@ -220,6 +220,7 @@ SHAPES: list[Any] = [
     (1, (2, 1), (230, 250), (64, 32), False, (None, 9)),
     (1, (4, 2), (150, 201), (128, 128), True, None),
     (1, (2, 1), (140, 140), (256, 136), True, (70, None)),
+    (1, (2, 1), (200, 260), (192, 128), True, None),
     (1, (1, 1), (0, 5), (8, 8), False, None),
     (1, (1, 1), (5, 0), (8, 8), True, None),
     (0, (2, 1), (3, 4), (8, 8), False, None),
@@ -315,6 +316,27 @@ def test_segments_longer_than_tiles(
         seen = seen_by(*lengths, **options, batch=2) & alike
         found = run(
             *given, segment_ids=segment_ids, implementation=implementation, **options, **more
+        )
+        close(found, wanted(*given, seen, **more), dtype)
+
+
+@EITHER_KERNEL
+@pytest.mark.parametrize("widths", [(192, 128), (136, 64), (256, 136)], ids=str)
+def test_segments_of_wide_heads(
+    rng: np.random.Generator, widths: tuple[int, int], dtype: str, implementation: Any
+) -> None:
+    of_queries, of_keys, _ = SEGMENTS["of other keys"]
+    given = arrays(rng, dtype, 2, (2, 1), (of_queries.shape[1], of_keys.shape[1]), widths)
+    seen = seen_by(of_queries.shape[1], of_keys.shape[1], True, batch=2)
+    seen = seen & (of_queries[:, :, None] == of_keys[:, None])
+    sinks = draw(rng, "float32", 2)
+    for more in ({}, {"softcap": 2.0, "sinks": sinks}):
+        found = run(
+            *given,
+            causal=True,
+            segment_ids=(of_queries, of_keys),
+            implementation=implementation,
+            **more,
         )
         close(found, wanted(*given, seen, **more), dtype)
 

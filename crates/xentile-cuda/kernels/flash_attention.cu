@@ -1,4 +1,5 @@
-// The kernels of attention in 16 bits; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns.
+// The kernels of attention in 16 bits; see flash_attention.cuh. Of heads of up to 64, 128 and 256 columns, and on Hopper
+// of up to 192 with values of up to 128.
 #include "flash_attention.cuh"
 #include "flash_attention_backward_hopper.cuh"
 #include "flash_attention_forward_hopper.cuh"
@@ -44,17 +45,18 @@ FLASH_ATTENTION_ANYWHERE(f16, __half)
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#define FLASH_ATTENTION_FORWARD(columns, dtype, E)                                              \
+#define FLASH_ATTENTION_FORWARD(columns, dtype, ...)                                            \
   extern "C" __global__ void __launch_bounds__(kAttentionForwardThreads, 1)                      \
       flash_attention_forward_##columns##_hopper_##dtype(                                       \
           const __grid_constant__ FlashAttentionForwardArguments all) {                         \
-    attention::hopper::Forward<E, columns>::run(all);                                           \
+    attention::hopper::Forward<__VA_ARGS__>::run(all);                                          \
   }
 
-#define FLASH_ATTENTION_FORWARD_OF(dtype, E) \
-  FLASH_ATTENTION_FORWARD(64, dtype, E)      \
-  FLASH_ATTENTION_FORWARD(128, dtype, E)     \
-  FLASH_ATTENTION_FORWARD(256, dtype, E)
+#define FLASH_ATTENTION_FORWARD_OF(dtype, E)       \
+  FLASH_ATTENTION_FORWARD(64, dtype, E, 64)        \
+  FLASH_ATTENTION_FORWARD(128, dtype, E, 128)      \
+  FLASH_ATTENTION_FORWARD(192, dtype, E, 192, 128) \
+  FLASH_ATTENTION_FORWARD(256, dtype, E, 256)
 
 FLASH_ATTENTION_FORWARD_OF(bf16, __nv_bfloat16)
 FLASH_ATTENTION_FORWARD_OF(f16, __half)
@@ -67,14 +69,17 @@ FLASH_ATTENTION_FORWARD_OF(f16, __half)
     Gradients::run(all);                                                                    \
   }
 
-#define FLASH_ATTENTION_BACKWARD_OF(dtype, E, is_bent)                                                           \
-  FLASH_ATTENTION_BACKWARD(keys_64_##dtype, KeysBytes64, KeyGradients<E, 64, true, true, 8, 8, is_bent>)         \
-  FLASH_ATTENTION_BACKWARD(keys_128_##dtype, KeysBytes128, KeyGradients<E, 128, true, true, 4, 4, is_bent>)      \
-  FLASH_ATTENTION_BACKWARD(keys_256_##dtype, KeysBytes256, KeyGradients<E, 256, true, false, 2, 1, is_bent>)     \
-  FLASH_ATTENTION_BACKWARD(values_256_##dtype, ValuesBytes256, KeyGradients<E, 256, false, true, 2, 2, is_bent>) \
-  FLASH_ATTENTION_BACKWARD(queries_64_##dtype, QueriesBytes64, QueryGradients<E, 64, 128, 4, 4, is_bent>)        \
-  FLASH_ATTENTION_BACKWARD(queries_128_##dtype, QueriesBytes128, QueryGradients<E, 128, 128, 2, 2, is_bent>)     \
-  FLASH_ATTENTION_BACKWARD(queries_256_##dtype, QueriesBytes256, QueryGradients<E, 256, 64, 2, 1, is_bent>)
+#define FLASH_ATTENTION_BACKWARD_OF(dtype, E, is_bent)                                                                \
+  FLASH_ATTENTION_BACKWARD(keys_64_##dtype, KeysBytes64, KeyGradients<E, 64, 64, true, true, 8, 8, is_bent>)          \
+  FLASH_ATTENTION_BACKWARD(keys_128_##dtype, KeysBytes128, KeyGradients<E, 128, 128, true, true, 4, 4, is_bent>)      \
+  FLASH_ATTENTION_BACKWARD(keys_192_##dtype, KeysBytes192, KeyGradients<E, 192, 128, true, false, 4, 2, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(values_192_##dtype, ValuesBytes192, KeyGradients<E, 192, 128, false, true, 4, 4, is_bent>) \
+  FLASH_ATTENTION_BACKWARD(keys_256_##dtype, KeysBytes256, KeyGradients<E, 256, 256, true, false, 2, 1, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(values_256_##dtype, ValuesBytes256, KeyGradients<E, 256, 256, false, true, 2, 2, is_bent>) \
+  FLASH_ATTENTION_BACKWARD(queries_64_##dtype, QueriesBytes64, QueryGradients<E, 64, 64, 128, 4, 4, is_bent>)         \
+  FLASH_ATTENTION_BACKWARD(queries_128_##dtype, QueriesBytes128, QueryGradients<E, 128, 128, 128, 2, 2, is_bent>)     \
+  FLASH_ATTENTION_BACKWARD(queries_192_##dtype, QueriesBytes192, QueryGradients<E, 192, 128, 64, 3, 3, is_bent>)      \
+  FLASH_ATTENTION_BACKWARD(queries_256_##dtype, QueriesBytes256, QueryGradients<E, 256, 256, 64, 2, 1, is_bent>)
 
 FLASH_ATTENTION_BACKWARD_OF(hopper_bf16, __nv_bfloat16, false)
 FLASH_ATTENTION_BACKWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)

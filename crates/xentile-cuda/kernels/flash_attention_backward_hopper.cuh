@@ -30,10 +30,13 @@ inline constexpr int32_t kAttentionBackwardRows = 128;
 // Dynamic shared memory of a launch.
 inline constexpr uint32_t kAttentionKeysBytes64 = 160 << 10;
 inline constexpr uint32_t kAttentionKeysBytes128 = 192 << 10;
+inline constexpr uint32_t kAttentionKeysBytes192 = 208 << 10;
 inline constexpr uint32_t kAttentionKeysBytes256 = 224 << 10;
+inline constexpr uint32_t kAttentionValuesBytes192 = 208 << 10;
 inline constexpr uint32_t kAttentionValuesBytes256 = 192 << 10;
 inline constexpr uint32_t kAttentionQueriesBytes64 = 160 << 10;
 inline constexpr uint32_t kAttentionQueriesBytes128 = 192 << 10;
+inline constexpr uint32_t kAttentionQueriesBytes192 = 200 << 10;
 inline constexpr uint32_t kAttentionQueriesBytes256 = 224 << 10;
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -81,6 +84,12 @@ __device__ inline void begin_turn(int group) { meet<2 * kWarpgroup>(3 + group); 
 
 __device__ inline void end_turn(int group) { arrive<2 * kWarpgroup>(3 + (group ^ 1)); }
 
+template <int kCount>
+__device__ inline void clear(float (&sums)[kCount][4]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
+}
+
 // Sets a row to zeros.
 template <class Tile>
 __device__ inline void clear_row(const Tile& tile, int row) {
@@ -92,13 +101,17 @@ __device__ inline void clear_row(const Tile& tile, int row) {
 
 // dk and dv of 128 keys, 64 per warpgroup, over tiles of 64 queries of the whole group. Keys are the rows of GEMMs.
 // The ring of queries has kStages tiles, that of cotangents kOfValues.
-template <class E, int kColumns, bool kMakesKeys, bool kMakesValues, int kStages, int kOfValues, bool kIsBent>
+template <class E, int kColumns, int kValueColumns, bool kMakesKeys, bool kMakesValues, int kStages, int kOfValues,
+          bool kIsBent>
 struct KeyGradients {
   static constexpr int kKeys = kAttentionBackwardRows, kRows = kAttentionBlock;
   static constexpr int kOwn = kKeys / kGroups;
   using Tile = Rows<E, kColumns, kRows>;
+  using ValueTile = Rows<E, kValueColumns, kRows>;
   using Keys = Rows<E, kColumns, kKeys>;
-  static constexpr int kSharedBytes = (kMakesKeys ? 2 : 1) * Keys::kBytes + (kStages + kOfValues) * Tile::kBytes;
+  using Values = Rows<E, kValueColumns, kKeys>;
+  static constexpr int kKeptBytes = Keys::kBytes + (kMakesKeys ? Values::kBytes : 0);
+  static constexpr int kSharedBytes = kKeptBytes + kStages * Tile::kBytes + kOfValues * ValueTile::kBytes;
 
   // Of a warpgroup's keys.
   enum Sees : uint32_t { kNone = 0, kSome = 1, kAll = 2 };
@@ -125,11 +138,9 @@ struct KeyGradients {
   int of_keys, first_key;
 
   __device__ Keys k() const { return {base}; }
-  __device__ Keys v() const { return {base + Keys::kBytes}; }
-  __device__ Tile q(uint32_t stage) const {
-    return {base + (kMakesKeys ? 2 : 1) * Keys::kBytes + stage * Tile::kBytes};
-  }
-  __device__ Tile dout(uint32_t stage) const { return {q(kStages + stage).base}; }
+  __device__ Values v() const { return {base + Keys::kBytes}; }
+  __device__ Tile q(uint32_t stage) const { return {base + kKeptBytes + stage * Tile::kBytes}; }
+  __device__ ValueTile dout(uint32_t stage) const { return {q(kStages).base + stage * ValueTile::kBytes}; }
   __device__ uint32_t full(uint32_t stage) const { return ptx::shared_address(&shared.full[stage]); }
   __device__ uint32_t empty(uint32_t stage) const { return ptx::shared_address(&shared.empty[stage]); }
   __device__ uint32_t full_of_values(uint32_t stage) const {
@@ -145,9 +156,9 @@ struct KeyGradients {
     const int inner = of_keys % a.inner, outer = of_keys / a.inner;
     if (warp == 0 && lane == 0) {
       const uint32_t barrier = ptx::shared_address(&shared.kept);
-      ptx::mbarrier_arrive_expect_tx(barrier, (kMakesKeys ? 2 : 1) * Keys::kBytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, kKeptBytes);
       load_rows<Keys, kKeys, kColumns>(k(), all.k, barrier, first_key, inner, outer);
-      if (kMakesKeys) load_rows<Keys, kKeys, kColumns>(v(), all.v, barrier, first_key, inner, outer);
+      if (kMakesKeys) load_rows<Values, kKeys, kValueColumns>(v(), all.v, barrier, first_key, inner, outer);
     }
     int least[kGroups], most[kGroups];
 #pragma unroll
@@ -257,13 +268,13 @@ struct KeyGradients {
     load_rows<Tile, kRows, kColumns>(q(turn.stage), all.q, barrier, first, head, inner, outer);
     ptx::mbarrier_wait(empty_of_values(of_values.stage), of_values.parity ^ 1);
     const uint32_t other = full_of_values(of_values.stage);
-    ptx::mbarrier_arrive_expect_tx(other, Tile::kBytes);
-    load_rows<Tile, kRows, kColumns>(dout(of_values.stage), all.dout, other, first, head, inner, outer);
+    ptx::mbarrier_arrive_expect_tx(other, ValueTile::kBytes);
+    load_rows<ValueTile, kRows, kValueColumns>(dout(of_values.stage), all.dout, other, first, head, inner, outer);
   }
 
   // The state of a consumer warpgroup.
   struct Own {
-    float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kColumns / 8 : 1][4];
+    float keys[kMakesKeys ? kColumns / 8 : 1][4], values[kMakesValues ? kValueColumns / 8 : 1][4];
     int group, row, lane;  // of the CTA's keys, the first of the warp
   };
 
@@ -307,7 +318,9 @@ struct KeyGradients {
     await_of_values(at);
     const int row = threadIdx.x % 64;
     const int2 range = shared.about[at.q.stage].ranges[row];
-    if (range.x >= range.y) clear_row(threadIdx.x / 64 % 2 == 0 ? q(at.q.stage) : dout(at.dout.stage), row);
+    const bool is_of_queries = threadIdx.x / 64 % 2 == 0;
+    if (range.x >= range.y && is_of_queries) clear_row(q(at.q.stage), row);
+    if (range.x >= range.y && !is_of_queries) clear_row(dout(at.dout.stage), row);
     ptx::fence_async_shared();
     meet<128>(1 + of.group);
   }
@@ -447,14 +460,8 @@ struct KeyGradients {
     of.group = threadIdx.x / 128 - 1;
     of.lane = threadIdx.x % 32;
     of.row = threadIdx.x % 128 / 32 * 16 + of.group * kOwn;
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kMakesKeys) of.keys[j][i] = 0;
-        if constexpr (kMakesValues) of.values[j][i] = 0;
-      }
-    }
+    clear(of.keys);
+    clear(of.values);
     ptx::mbarrier_wait(ptx::shared_address(&shared.kept), 0);
     const Bend bend(a);
     if (of.group == 1) end_turn(1);
@@ -469,7 +476,7 @@ struct KeyGradients {
                 count);
     }
     if constexpr (kMakesValues) {
-      (kMakesKeys ? v() : k())
+      Values{kMakesKeys ? v().base : base}
           .store(of.values, 1, 1, of.row, static_cast<E*>(a.dv) + row * a.value_width, a.value_width,
                  a.k_row * a.value_width, count);
     }
@@ -511,13 +518,16 @@ struct KeyGradients {
 
 // dq of 128 queries, 64 per warpgroup, over tiles of kKeys keys.
 // The ring of keys has kStages tiles, that of values kOfValues.
-template <class E, int kColumns, int kKeys, int kStages, int kOfValues, bool kIsBent>
+template <class E, int kColumns, int kValueColumns, int kKeys, int kStages, int kOfValues, bool kIsBent>
 struct QueryGradients {
   static constexpr int kRows = kAttentionBackwardRows;
   static constexpr int kOwn = kRows / kGroups;
   using Tile = Rows<E, kColumns, kKeys>;
+  using ValueTile = Rows<E, kValueColumns, kKeys>;
   using Queries = Rows<E, kColumns, kRows>;
-  static constexpr int kSharedBytes = 2 * Queries::kBytes + (kStages + kOfValues) * Tile::kBytes;
+  using Cotangents = Rows<E, kValueColumns, kRows>;
+  static constexpr int kKeptBytes = Queries::kBytes + Cotangents::kBytes;
+  static constexpr int kSharedBytes = kKeptBytes + kStages * Tile::kBytes + kOfValues * ValueTile::kBytes;
   static constexpr int kEnd = INT32_MAX;
 
   struct Shared {
@@ -538,9 +548,9 @@ struct QueryGradients {
   int head, of_keys, first;  // head of the group, and of keys; query
 
   __device__ Queries q() const { return {base}; }
-  __device__ Queries dout() const { return {base + Queries::kBytes}; }
-  __device__ Tile k(uint32_t stage) const { return {base + 2 * Queries::kBytes + stage * Tile::kBytes}; }
-  __device__ Tile v(uint32_t stage) const { return {k(kStages + stage).base}; }
+  __device__ Cotangents dout() const { return {base + Queries::kBytes}; }
+  __device__ Tile k(uint32_t stage) const { return {base + kKeptBytes + stage * Tile::kBytes}; }
+  __device__ ValueTile v(uint32_t stage) const { return {k(kStages).base + stage * ValueTile::kBytes}; }
   __device__ uint32_t full(uint32_t stage) const { return ptx::shared_address(&shared.full[stage]); }
   __device__ uint32_t empty(uint32_t stage) const { return ptx::shared_address(&shared.empty[stage]); }
   __device__ uint32_t full_of_values(uint32_t stage) const {
@@ -590,9 +600,9 @@ struct QueryGradients {
     const int inner = of_keys % a.inner, outer = of_keys / a.inner;
     if (warp == 0 && lane == 0) {
       const uint32_t barrier = ptx::shared_address(&shared.kept);
-      ptx::mbarrier_arrive_expect_tx(barrier, 2 * Queries::kBytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, kKeptBytes);
       load_rows<Queries, kRows, kColumns>(q(), all.q, barrier, first, head, inner, outer);
-      load_rows<Queries, kRows, kColumns>(dout(), all.dout, barrier, first, head, inner, outer);
+      load_rows<Cotangents, kRows, kValueColumns>(dout(), all.dout, barrier, first, head, inner, outer);
     }
     int low = INT32_MAX, high = 0, least = INT32_MAX, most = INT32_MIN;
 #pragma unroll
@@ -636,8 +646,8 @@ struct QueryGradients {
           load_rows<Tile, kKeys, kColumns>(k(turn.stage), all.k, barrier, key, inner, outer);
           ptx::mbarrier_wait(empty_of_values(of_values.stage), of_values.parity ^ 1);
           const uint32_t other = full_of_values(of_values.stage);
-          ptx::mbarrier_arrive_expect_tx(other, Tile::kBytes);
-          load_rows<Tile, kKeys, kColumns>(v(of_values.stage), all.v, other, key, inner, outer);
+          ptx::mbarrier_arrive_expect_tx(other, ValueTile::kBytes);
+          load_rows<ValueTile, kKeys, kValueColumns>(v(of_values.stage), all.v, other, key, inner, outer);
         }
       }
       turn.next(), of_values.next();
@@ -806,10 +816,7 @@ struct QueryGradients {
     of.group = threadIdx.x / 128 - 1;
     of.lane = threadIdx.x % 32;
     of.row = threadIdx.x % 128 / 32 * 16 + of.group * kOwn;
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      of.sums[j][0] = of.sums[j][1] = of.sums[j][2] = of.sums[j][3] = 0;
-    }
+    clear(of.sums);
     E* dq = static_cast<E*>(a.dq) + (a.first_query(of_keys, head) + static_cast<int64_t>(first) * a.q_row) * a.width;
     const int64_t row = (static_cast<int64_t>(of_keys) * a.group + head) * a.queries + first;
 #pragma unroll

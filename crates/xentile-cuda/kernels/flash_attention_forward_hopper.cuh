@@ -35,17 +35,19 @@ namespace hopper {
 
 static_assert(kAttentionForwardThreads == (kAttentionForwardQueries / kStrip + 1) * kWarpgroup);
 
-template <class E, int kColumns>
+// Of q and k with kColumns columns, and v with kValueColumns.
+template <class E, int kColumns, int kValueColumns = kColumns>
 struct Forward {
   static constexpr bool kIsWide = kColumns == 256;
   static constexpr int kRows = kAttentionForwardQueries, kConsumers = kRows / kStrip;
   static constexpr int kKeys = kIsWide ? kAttentionForwardWideKeys : kAttentionForwardKeys;
-  static constexpr int kPanels = kColumns / 64, kStages = 2;
+  static constexpr int kPanels = kColumns / 64, kValuePanels = kValueColumns / 64, kStages = 2;
   using Queries = Rows<E, kColumns, kRows>;
-  using Tile = Rows<E, kColumns, kKeys>;
+  using Keys = Rows<E, kColumns, kKeys>;
+  using Values = Rows<E, kValueColumns, kKeys>;
   // Places for blocks of queries, so that the next comes while one is computed with. There is no room for wide ones.
-  static constexpr int kBlocks = kIsWide ? 1 : 2;
-  static constexpr int kSharedBytes = kBlocks * Queries::kBytes + 2 * kStages * Tile::kBytes;
+  static constexpr int kBlocks = kColumns > 128 ? 1 : 2;
+  static constexpr int kSharedBytes = kBlocks * Queries::kBytes + kStages * (Keys::kBytes + Values::kBytes);
   // Of the register file, a step of 8 a thread.
   static constexpr uint32_t kProducerRegisters = kIsWide ? 24 : 40;
   static constexpr uint32_t kConsumerRegisters = kIsWide ? 240 : 232;
@@ -90,12 +92,12 @@ struct Forward {
 
   __device__ Queries queries(uint32_t stage) const { return {base + stage * Queries::kBytes}; }
 
-  __device__ Tile keys(uint32_t stage) const {
-    return {base + kBlocks * Queries::kBytes + stage * Tile::kBytes};
+  __device__ Keys keys(uint32_t stage) const {
+    return {base + kBlocks * Queries::kBytes + stage * Keys::kBytes};
   }
 
-  __device__ Tile values(uint32_t stage) const {
-    return {base + kBlocks * Queries::kBytes + (kStages + stage) * Tile::kBytes};
+  __device__ Values values(uint32_t stage) const {
+    return {keys(kStages).base + stage * Values::kBytes};
   }
 
   __device__ static uint32_t at(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
@@ -211,10 +213,10 @@ struct Forward {
             note.key = static_cast<int32_t>(key);
             note.low = max(hull.low - note.key, 0);
             note.high = min(hull.high - note.key, kKeys);
-            ptx::mbarrier_arrive_expect_tx(at(shared.k_full[turn.stage]), Tile::kBytes);
+            ptx::mbarrier_arrive_expect_tx(at(shared.k_full[turn.stage]), Keys::kBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
-              ptx::tensor_load(keys(turn.stage).base + panel * Tile::kPanelBytes, all.k, panel * 64,
+              ptx::tensor_load(keys(turn.stage).base + panel * Keys::kPanelBytes, all.k, panel * 64,
                                note.key, inner, outer, at(shared.k_full[turn.stage]));
             }
           }
@@ -224,10 +226,10 @@ struct Forward {
           if (is_empty) {
             ptx::mbarrier_arrive(at(shared.v_full[turn.stage]));
           } else {
-            ptx::mbarrier_arrive_expect_tx(at(shared.v_full[turn.stage]), Tile::kBytes);
+            ptx::mbarrier_arrive_expect_tx(at(shared.v_full[turn.stage]), Values::kBytes);
 #pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel) {
-              ptx::tensor_load(values(turn.stage).base + panel * Tile::kPanelBytes, all.v, panel * 64,
+            for (int panel = 0; panel < kValuePanels; ++panel) {
+              ptx::tensor_load(values(turn.stage).base + panel * Values::kPanelBytes, all.v, panel * 64,
                                static_cast<int32_t>(key), inner, outer, at(shared.v_full[turn.stage]));
             }
           }
@@ -248,7 +250,7 @@ struct Forward {
     const Bend bend;
     const int strip;
 
-    float sums[kColumns / 8][4];
+    float sums[kValueColumns / 8][4];
     float products[kKeys / 8][4];
     uint32_t p[kKeys / 16][4];
     // Of rows lane / 4 and 8 behind it: the largest product, the thread's part of the sum, the keys that the
@@ -268,7 +270,7 @@ struct Forward {
 
     __device__ void begin(const Work& work) {
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
+      for (int j = 0; j < kValueColumns / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
       inner_low = 0, inner_high = INT32_MAX;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -332,12 +334,12 @@ struct Forward {
     }
 
     // Zeros where no query of the block sees a value, which may be NaN there. Each warpgroup does it for itself.
-    __device__ void blank(const Tile& v, int low, int high) const {
+    __device__ void blank(const Values& v, int low, int high) const {
       if (low == 0 && high == kKeys) return;
-      for (int i = threadIdx.x % kWarpgroup; i < kKeys * Tile::kVectors; i += kWarpgroup) {
-        const int row = i / Tile::kVectors;
+      for (int i = threadIdx.x % kWarpgroup; i < kKeys * Values::kVectors; i += kWarpgroup) {
+        const int row = i / Values::kVectors;
         if (low <= row && row < high) continue;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v.at(row, i % Tile::kVectors)), "r"(0)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v.at(row, i % Values::kVectors)), "r"(0)
                      : "memory");
       }
       ptx::fence_async_shared();
@@ -382,7 +384,7 @@ struct Forward {
         weigh(kept);
         pack();
         while (!note.is_last) {
-          const Tile v = of.values(of_values.stage);
+          const Values v = of.values(of_values.stage);
           ptx::mbarrier_wait(at(shared.k_full[of_keys.stage]), of_keys.parity);
           const Note next = shared.notes[of_keys.stage];
           take_turn();
@@ -404,13 +406,13 @@ struct Forward {
           of_values.next();
           pack();
 #pragma unroll
-          for (int j = 0; j < kColumns / 8; ++j) {
+          for (int j = 0; j < kValueColumns / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[j][i] *= kept[i / 2];
           }
           note = next;
         }
-        const Tile v = of.values(of_values.stage);
+        const Values v = of.values(of_values.stage);
         ptx::mbarrier_wait(at(shared.v_full[of_values.stage]), of_values.parity);
         blank(v, note.low, note.high);
         multiply_along<kKeys>(sums, p, v);
@@ -441,15 +443,16 @@ struct Forward {
         if (!is_empty) continue;
         inverse[half] = 0;
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) sums[j][2 * half] = sums[j][2 * half + 1] = 0;
+        for (int j = 0; j < kValueColumns / 8; ++j) sums[j][2 * half] = sums[j][2 * half + 1] = 0;
       }
       // Other warps may still be reading queries, in whose place sums go.
       meet<kWarpgroup>(kAlone + strip);
       const int row = own_row(0) - lane / 4;
       const int64_t to = a.first_query(work.of_keys) + work.head % a.group * a.q_group +
                          (work.first + row) * static_cast<int64_t>(a.q_row);
-      q.store(sums, inverse[0], inverse[1], row, static_cast<E*>(a.o) + to * a.value_width,
-                 a.value_width, a.q_row * a.value_width, left - row);
+      Rows<E, kValueColumns, kRows>{q.base}.store(sums, inverse[0], inverse[1], row,
+                                                  static_cast<E*>(a.o) + to * a.value_width, a.value_width,
+                                                  a.q_row * a.value_width, left - row);
       ptx::fence_async_shared();
     }
   };

@@ -41,6 +41,7 @@ __device__ inline void arrive(int barrier) {
 #define XENTILE_SUMS_4(i) XENTILE_SUMS_2(i), XENTILE_SUMS_2(i + 2)
 #define XENTILE_SUMS_8(i) XENTILE_SUMS_4(i), XENTILE_SUMS_4(i + 4)
 #define XENTILE_SUMS_16(i) XENTILE_SUMS_8(i), XENTILE_SUMS_8(i + 8)
+#define XENTILE_SUMS_24(i) XENTILE_SUMS_16(i), XENTILE_SUMS_8(i + 16)
 #define XENTILE_SUMS_32(i) XENTILE_SUMS_16(i), XENTILE_SUMS_16(i + 16)
 #define XENTILE_NEW_SUMS_2(i) "=f"(d[i][0]), "=f"(d[i][1]), "=f"(d[i][2]), "=f"(d[i][3]), \
     "=f"(d[i + 1][0]), "=f"(d[i + 1][1]), "=f"(d[i + 1][2]), "=f"(d[i + 1][3])
@@ -52,9 +53,9 @@ __device__ inline void arrive(int barrier) {
 #define XENTILE_PLACES_32 XENTILE_PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define XENTILE_PLACES_64 XENTILE_PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define XENTILE_PLACES_128 XENTILE_PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+#define XENTILE_PLACES_96 XENTILE_PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define XENTILE_PLACES_128 XENTILE_PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The left factor is described by %a, and sums are begun anew unless %adds; b is as it lies.
@@ -135,9 +136,10 @@ __device__ inline void multiply(float (&d)[kEights][4], const uint32_t (&a)[4], 
       XENTILE_OF_REGISTERS(columns, XENTILE_SUMS_##eights(0), XENTILE_PLACES_##n, a_, b_, "f16");         \
     }                                                                                                    \
   }
-  static_assert(kEights == 8 || kEights == 16 || kEights == 32);
+  static_assert(kEights == 8 || kEights == 16 || kEights == 24 || kEights == 32);
   XENTILE_OF(8, "64", 32, "{%32, %33, %34, %35}", "%36")
   XENTILE_OF(16, "128", 64, "{%64, %65, %66, %67}", "%68")
+  XENTILE_OF(24, "192", 96, "{%96, %97, %98, %99}", "%100")
   XENTILE_OF(32, "256", 128, "{%128, %129, %130, %131}", "%132")
 #undef XENTILE_OF
 }

@@ -118,9 +118,12 @@ numbers! {
     GRADIENTS_BYTES_128: u32 = kAttentionGradientsBytes128, 212992;
     KEYS_BYTES_64: u32 = kAttentionKeysBytes64, 163840;
     KEYS_BYTES_128: u32 = kAttentionKeysBytes128, 196608;
+    KEYS_BYTES_192: u32 = kAttentionKeysBytes192, 212992;
     KEYS_BYTES_256: u32 = kAttentionKeysBytes256, 229376;
+    VALUES_BYTES_192: u32 = kAttentionValuesBytes192, 212992;
     VALUES_BYTES_256: u32 = kAttentionValuesBytes256, 196608;
     QUERIES_BYTES_64: u32 = kAttentionQueriesBytes64, 163840;
     QUERIES_BYTES_128: u32 = kAttentionQueriesBytes128, 196608;
+    QUERIES_BYTES_192: u32 = kAttentionQueriesBytes192, 204800;
     QUERIES_BYTES_256: u32 = kAttentionQueriesBytes256, 229376;
 }

@@ -7,8 +7,9 @@ use xentile::DType;
 use super::arguments::{
     Arguments, BACKWARD_ROWS, BACKWARD_THREADS, BLOCK, BackwardArguments, FORWARD_KEYS,
     FORWARD_QUERIES, FORWARD_THREADS, FORWARD_WIDE_KEYS, ForwardArguments, GRADIENTS_BYTES_64,
-    GRADIENTS_BYTES_128, GradientArguments, KEYS_BYTES_64, KEYS_BYTES_128, KEYS_BYTES_256,
-    QUERIES_BYTES_64, QUERIES_BYTES_128, QUERIES_BYTES_256, THREADS, VALUES_BYTES_256,
+    GRADIENTS_BYTES_128, GradientArguments, KEYS_BYTES_64, KEYS_BYTES_128, KEYS_BYTES_192,
+    KEYS_BYTES_256, QUERIES_BYTES_64, QUERIES_BYTES_128, QUERIES_BYTES_192, QUERIES_BYTES_256,
+    THREADS, VALUES_BYTES_192, VALUES_BYTES_256,
 };
 use super::{Attention, Scratch, Step};
 use crate::driver::{Driver, TensorMap};
@@ -31,18 +32,26 @@ pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
 }
 
 impl Attention {
+    /// The columns that kernels have for those of q and k, and of v.
+    fn hopper_columns(&self) -> (usize, usize) {
+        let of = self.padded_columns();
+        let (width, value_width) = (self.shape.width, self.shape.value_width);
+        if of == 256 && width <= 192 && value_width <= 128 { (192, 128) } else { (of, of) }
+    }
+
     pub(super) fn forward_on_hopper(&self, multiprocessors: u32) -> Step {
-        let columns = self.padded_columns();
+        let (columns, value_columns) = self.hopper_columns();
         // There is room for the next block's queries beside all but wide ones.
-        let blocks = if columns == 256 { 1 } else { 2 };
-        let rows = blocks * FORWARD_QUERIES + 2 * STAGES * self.keys_of_tile();
+        let blocks = if columns > 128 { 1 } else { 2 };
+        let tiles = STAGES * self.keys_of_tile() * (columns + value_columns);
+        let elements = blocks * FORWARD_QUERIES * columns + tiles;
         let walk = self.blocks_of_cta(multiprocessors);
         let ctas = self.blocks_of_queries(FORWARD_QUERIES * walk);
         Step {
             name: format!("flash_attention_forward_{columns}_hopper_{}", self.dtype),
             ctas,
             threads: FORWARD_THREADS,
-            shared_bytes: u32::try_from(rows * columns * 2).expect("fits a CTA"),
+            shared_bytes: u32::try_from(elements * 2).expect("fits a CTA"),
         }
     }
 
@@ -58,7 +67,7 @@ impl Attention {
             threads: BACKWARD_THREADS,
             shared_bytes,
         };
-        match self.padded_columns() {
+        match self.hopper_columns().0 {
             64 => vec![
                 step("keys_64", of_keys, KEYS_BYTES_64),
                 step("queries_64", of_queries, QUERIES_BYTES_64),
@@ -66,6 +75,11 @@ impl Attention {
             128 => vec![
                 step("keys_128", of_keys, KEYS_BYTES_128),
                 step("queries_128", of_queries, QUERIES_BYTES_128),
+            ],
+            192 => vec![
+                step("keys_192", of_keys, KEYS_BYTES_192),
+                step("values_192", of_keys, VALUES_BYTES_192),
+                step("queries_192", of_queries, QUERIES_BYTES_192),
             ],
             _ => vec![
                 step("keys_256", of_keys, KEYS_BYTES_256),
@@ -179,7 +193,7 @@ impl Attention {
     }
 
     fn keys_of_tile(&self) -> usize {
-        if self.padded_columns() == 256 { FORWARD_WIDE_KEYS } else { FORWARD_KEYS }
+        if self.hopper_columns().0 == 256 { FORWARD_WIDE_KEYS } else { FORWARD_KEYS }
     }
 
     /// What the forward pass takes. There are heads and queries.
@@ -284,7 +298,9 @@ mod tests {
         assert_eq!(of(long), (16 * 24, 4));
         assert_eq!(of(AttentionShape { width: 64, ..long }), (16 * 24, 4));
         // There is no room for the next block's queries.
-        assert_eq!(of(AttentionShape { width: 136, ..long }), (64 * 24, 1));
+        for width in [136, 200] {
+            assert_eq!(of(AttentionShape { width, ..long }), (64 * 24, 1));
+        }
         // All blocks run at a time.
         assert_eq!(of(SHAPE), (48, 1));
         assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (512, 8));
@@ -329,6 +345,13 @@ mod tests {
         let expected =
             [named("keys_128_hopper", 6, 384, 192), named("queries_128_hopper", 48, 384, 192)];
         assert_eq!(of(72, 0.1, Pass::Backward), [before.to_vec(), expected.to_vec()].concat());
+        assert_eq!(of(192, 0.1, Pass::Forward), [named("forward_192_hopper", 48, 384, 208)]);
+        let expected = [
+            named("keys_192_hopper", 6, 384, 208),
+            named("values_192_hopper", 6, 384, 208),
+            named("queries_192_hopper", 48, 384, 200),
+        ];
+        assert_eq!(of(192, 0.1, Pass::Backward), [before.to_vec(), expected.to_vec()].concat());
         let expected = [
             named("keys_256_hopper_bent", 6, 384, 224),
             named("values_256_hopper_bent", 6, 384, 192),

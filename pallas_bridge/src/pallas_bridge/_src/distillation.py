@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from .checks import as_array, check_dtype, check_float32, promoted
 from .chunk_loops import for_each_chunk, pad_tokens, put_rows, slice_rows, zeros
+from .cross_entropy.api import cross_entropy
 from .keywords import hinted
 from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
 
@@ -16,6 +17,8 @@ OPERATION = "linear_kl_divergence"
 # Bytes of a chunk's logits of both models, in float32.
 CHUNK_BYTES = 1 << 30
 LEAST_TOKENS = 128
+# A label of cross-entropy for tokens of which lse alone is wanted.
+IGNORED = -100
 Reduction = Literal["mean", "sum"]
 
 
@@ -40,7 +43,7 @@ def linear_kl_divergence(
     the loss computes gradients too, where they are wanted: four GEMMs of N x D x V. Logits,
     distributions and sums are f32; the gradient of logits is rounded once to the dtype of `hidden`,
     to be a GEMM's operand. The teacher's operands have no gradient. XLA's program on every
-    platform. Reverse mode only.
+    platform, with lse by the kernel of `cross_entropy`. Reverse mode only.
 
     Args:
       hidden: [.., D], the student's, in bfloat16, float16 or float32.
@@ -161,8 +164,12 @@ def _run(
     _, teacher_head = promoted(teacher_hidden, teacher_weight)
 
     def log_softmax(x: jax.Array, head: jax.Array) -> jax.Array:
-        logits = gemms.logits(x.astype(head.dtype), head, None)
-        return jax.nn.log_softmax(logits / temperature, axis=-1)
+        logits = gemms.logits(x.astype(head.dtype), head, None) / temperature
+        # One pass over the logits; of two, the sum of exponentials would wait for the maximum.
+        _, lse = cross_entropy(
+            logits, jnp.full(logits.shape[:1], IGNORED), reduction="none", return_lse=True
+        )
+        return logits - lse[:, None]
 
     def body(first: Any, count: int, carry: Any) -> Any:
         outputs, dweight = carry
