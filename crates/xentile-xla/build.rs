@@ -4,6 +4,7 @@
 //! `XENTILE_SONAME` is the name, `libxentile_xla.so` without it: scripts/install.sh, which makes the links
 //! to versions that a prefix has, gives one with a version.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::{env, fs, io};
 
@@ -26,10 +27,11 @@ fn main() -> io::Result<()> {
     }
     let folder = env::var_os("OUT_DIR").unwrap_or_default();
     let folder = Path::new(&folder);
-    let operations = with_file("cpu.rs")?;
+    let (host, cuda) = (with_file("cpu.rs")?, with_file("cuda.rs")?);
+    let operations = BTreeSet::from_iter(host.iter().chain(&cuda).cloned());
     fs::write(folder.join("declarations.rs"), list(&operations, "DECLARATIONS"))?;
-    fs::write(folder.join("host_targets.rs"), list(&operations, "cpu::TARGETS"))?;
-    fs::write(folder.join("cuda_targets.rs"), list(&with_file("cuda.rs")?, "cuda::TARGETS"))
+    fs::write(folder.join("host_targets.rs"), list(&host, "cpu::TARGETS"))?;
+    fs::write(folder.join("cuda_targets.rs"), list(&cuda, "cuda::TARGETS"))
 }
 
 /// The names of folders that have a file `name`, in order.
@@ -46,7 +48,8 @@ fn with_file(name: &str) -> io::Result<Vec<String>> {
 }
 
 /// The constant `item` of each module, as an array.
-fn list(modules: &[String], item: &str) -> String {
-    let items: String = modules.iter().map(|name| format!("crate::{name}::{item},\n")).collect();
+fn list<'a>(modules: impl IntoIterator<Item = &'a String>, item: &str) -> String {
+    let items: String =
+        modules.into_iter().map(|name| format!("crate::{name}::{item},\n")).collect();
     format!("&[\n{items}]\n")
 }

@@ -515,6 +515,25 @@ impl Driver {
         self.check("cuLaunchKernelEx", code)
     }
 
+    /// Launches a kernel all of whose CTAs run at once; where there is no room for them it fails.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_cooperative<A>(
+        &self,
+        kernel: Kernel,
+        extent: Extent,
+        stream: RawStream,
+        arguments: &A,
+    ) -> Result<()> {
+        let cooperative = Some((abi::COOPERATIVE, [1, 0, 0]));
+        let code = extent.with_attribute(stream, cooperative, |config| {
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.launch_with(config, kernel, arguments) }
+        });
+        self.check("cuLaunchKernelEx", code)
+    }
+
     /// # Safety
     /// As for [`launch`](Self::launch).
     unsafe fn launch_with<A>(&self, config: &LaunchConfig, kernel: Kernel, arguments: &A) -> Code {

@@ -190,6 +190,21 @@ pub enum Error {
         /// The most that there may be.
         most: usize,
     },
+    /// A GPU that has no room for the kernel that decodes a token, or no code for it.
+    #[error(
+        "{name} has compute capability {}.{} and {multiprocessors} multiprocessors; the kernel that \
+         decodes a token needs 9.0 and at least 128",
+        .capability.0,
+        .capability.1
+    )]
+    DecodeStep {
+        /// What the driver calls it.
+        name: String,
+        /// Its compute capability.
+        capability: (i32, i32),
+        /// How many it has.
+        multiprocessors: u32,
+    },
     /// A GPU of which this process has too small a part.
     #[error("{name} has no room for a cluster of two CTAs")]
     NoCluster {

@@ -1,7 +1,7 @@
 //! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`activation`], [`cross_entropy`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`norm`],
+//! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`norm`],
 //! [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
@@ -23,6 +23,7 @@ mod blas;
 mod cache;
 pub mod causal_conv1d;
 pub mod cross_entropy;
+pub mod decode_step;
 mod device;
 mod driver;
 mod error;

@@ -15,6 +15,7 @@ mod cross_entropy;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod declaration;
+mod decode_step;
 mod dtype;
 mod flash_attention;
 mod fp8_quantize;
