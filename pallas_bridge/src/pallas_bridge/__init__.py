@@ -5,7 +5,7 @@
 
 Kernels run as XLA custom calls inside any program, under `jit`, `grad`, `vmap` and a mesh; `info()`
 says which runs where. `nn` has the signatures of `jax.nn`, and `losses` losses on preferences and
-rewards; `pallas_bridge.nnx` and `pallas_bridge.equinox`, which are imported by name, have layers.
+rewards, and `generation` generates text; `pallas_bridge.nnx` and `pallas_bridge.equinox`, which are imported by name, have layers.
 """
 
 import sys
