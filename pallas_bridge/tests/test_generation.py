@@ -210,15 +210,16 @@ def test_tokens_reach_the_host_as_they_are_made(params: Any) -> None:
     assert run() == compiled and not program._LISTENERS
 
 
-def test_logps_are_those_of_a_trainer(rng: np.random.Generator, params: Any) -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_logps_are_those_of_a_trainer(rng: np.random.Generator, params: Any, count: int) -> None:
     prompts = rng.integers(0, 61, (2, 4))
-    found = generate(params, QWEN3, prompts, max_new_tokens=5, temperature=0.7)
+    found = generate(params, QWEN3, prompts, max_new_tokens=count, temperature=0.7)
     text = jnp.concatenate([prompts, found.tokens], 1)
 
     def attend(layer: Any, state: Any, q: Any, k: Any, v: Any) -> Any:
         return flash_attention(q, k, v, causal=True), state
 
-    hidden, _ = hidden_states(params, QWEN3, None, text, jnp.arange(9), attend)
+    hidden, _ = hidden_states(params, QWEN3, None, text, jnp.arange(count + 4), attend)
     _, logps = linear_cross_entropy_per_token(
         hidden[:, 3:-1], params["head"], found.tokens, temperature=0.7
     )
