@@ -78,7 +78,7 @@ def test_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
         (["--random", "test", "--prompt_tokens", "0"], "--prompt_tokens is 0; it must be at least"),
         (["--random", "test", "--prompt", "a"], "--random has no tokenizer: give --prompt_tokens"),
         (["--model", "nowhere", "--prompt", "a"], "nowhere has no tokenizer.json"),
-        (["--random", "test", "--prompt_tokens", "3", "--top_k", "0"], "top_k is 0; it must be at"),
+        (["--random", "test", "--prompt_tokens", "3", "--top_k", "0"], "top_k is 0; it must be a"),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )

@@ -210,15 +210,16 @@ def test_tokens_reach_the_host_as_they_are_made(params: Any) -> None:
     assert run() == compiled and not program._LISTENERS
 
 
-def test_logps_are_those_of_a_trainer(rng: np.random.Generator, params: Any) -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_logps_are_those_of_a_trainer(rng: np.random.Generator, params: Any, count: int) -> None:
     prompts = rng.integers(0, 61, (2, 4))
-    found = generate(params, QWEN3, prompts, max_new_tokens=5, temperature=0.7)
+    found = generate(params, QWEN3, prompts, max_new_tokens=count, temperature=0.7)
     text = jnp.concatenate([prompts, found.tokens], 1)
 
     def attend(layer: Any, state: Any, q: Any, k: Any, v: Any) -> Any:
         return flash_attention(q, k, v, causal=True), state
 
-    hidden, _ = hidden_states(params, QWEN3, None, text, jnp.arange(9), attend)
+    hidden, _ = hidden_states(params, QWEN3, None, text, jnp.arange(count + 4), attend)
     _, logps = linear_cross_entropy_per_token(
         hidden[:, 3:-1], params["head"], found.tokens, temperature=0.7
     )
@@ -346,7 +347,7 @@ GIVEN: dict[str, Any] = {"max_new_tokens": 2}
 ERRORS: list[tuple[Any, str]] = [
     (lambda p, c: prefill(p, QWEN3, c, [[1, 61]]), "tokens has 61; it must be 0 to 60, the voca"),
     (lambda p, c: prefill(p, QWEN3, c, [[1] * 13]), "tokens has 13 columns; it must be 1 to 12"),
-    (lambda p, c: prefill(p, QWEN3, c, [1]), r"tokens has shape \(1,\); it must be \[B, T\]"),
+    (lambda p, c: prefill(p, QWEN3, c, [1]), r"tokens has shape \(1,\); it must have two axes"),
     (lambda p, c: prefill(p, QWEN3, c, [[1.0]]), "tokens has dtype float32; it must be integers"),
     (lambda p, c: prefill(p, QWEN3, c, [[1, 2]], [3]), "lengths has 3; it must be 1 to 2"),
     (lambda p, c: decode_step(p, QWEN3, c, [-1], [0]), "tokens has -1; it must be 0 to 60"),
@@ -370,7 +371,10 @@ ERRORS: list[tuple[Any, str]] = [
         lambda p, c: prefill(jax.tree.map(lambda x: x.astype(int), p), QWEN3, c, [[1]]),
         "has dtype int32; it must be bfloat16, float16 or float32",
     ),
-    (lambda p, c: generate(p, QWEN3, [[1], []], **GIVEN), r"prompts\[1\] is empty"),
+    (lambda p, c: generate(p, QWEN3, [[1], []], **GIVEN), r"prompts\[1\] has shape \(0,\); it mus"),
+    (lambda p, c: generate(p, QWEN3, ["a cat"], **GIVEN), r"prompts\[0\] has shape \(\); it must"),
+    (lambda p, c: generate(p, QWEN3, [[1.5]], **GIVEN), r"prompts\[0\] has dtype float64; it must"),
+    (lambda p, c: generate(p, QWEN3, [[1]], stop_tokens=2, **GIVEN), "stop_tokens has shape"),
     (lambda p, c: generate(p, QWEN3, [], **GIVEN), "prompts is empty"),
     (lambda p, c: generate(p, QWEN3, [[99]], **GIVEN), "prompts has 99; it must be 0 to 60"),
     (lambda p, c: generate(p, QWEN3, [[1]], max_new_tokens=0), "max_new_tokens is 0; it must be a"),
@@ -387,7 +391,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda p, c: sample(jnp.ones(3), [0]), r"logits has shape \(3,\); it must be \[B, V\]"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0, 1]), "seeds has shape"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], temperature=-1), "temperature is -1; it must be f"),
-    (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k=0), "top_k is 0; it must be at least 1"),
+    (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k=0), "top_k is 0; it must be a whole"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k="a"), "top_k is 'a'; it must be a number"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_p=0.0), "top_p is 0.0; it must be above 0"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], min_p=1.5), "min_p is 1.5; it must be 0 to 1"),

@@ -212,20 +212,31 @@ def _generate(
 
 
 def _give(listener: Any, step: Any, tokens: Any) -> None:
-    _LISTENERS[int(listener)].give(int(step), np.asarray(tokens))
+    # None after an interrupt, when the program may still run.
+    found = _LISTENERS.get(int(listener))
+    if found is not None:
+        found.give(int(step), np.asarray(tokens))
 
 
 def _padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Returns prompts as one array [B, T], and their lengths [B].
 
     Raises:
-        ValueError: there is none, or one is empty.
+        TypeError: one holds no integers.
+        ValueError: there is none, one is empty, or one is no list of tokens.
     """
-    lengths = np.array([len(one) for one in prompts], np.int32)
-    if not lengths.size or not lengths.min():
-        where = f"prompts[{lengths.argmin()}]" if lengths.size else "prompts"
-        raise ValueError(f"{where} is empty; it must have at least one token, such as the first's")
-    padded = np.zeros((len(prompts), -(-lengths.max() // PROMPT_STEP) * PROMPT_STEP), np.int64)
-    for row, one in zip(padded, prompts, strict=True):
-        row[: len(one)] = one
+    rows = [np.asarray(one) for one in prompts]
+    if not rows:
+        raise ValueError("prompts is empty; it must have at least one prompt")
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or not row.size:
+            raise ValueError(
+                f"prompts[{index}] has shape {row.shape}; it must be a list of at least one token"
+            )
+        if not np.issubdtype(row.dtype, np.integer):
+            raise TypeError(f"prompts[{index}] has dtype {row.dtype}; it must be integers")
+    lengths = np.array([row.size for row in rows], np.int32)
+    padded = np.zeros((len(rows), -(-lengths.max() // PROMPT_STEP) * PROMPT_STEP), np.int64)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: tokens.size] = tokens
     return padded, lengths

@@ -136,8 +136,8 @@ def _prefill(
     params: Params, config: DecoderConfig, cache: Cache, tokens: Array, lengths: Array
 ) -> tuple[Array, Cache]:
     most = tokens.shape[1]
-    places = jnp.arange(most, dtype=jnp.int32)
-    is_padding = places[None] >= lengths[:, None]
+    positions = jnp.arange(most, dtype=jnp.int32)
+    is_padding = positions[None] >= lengths[:, None]
     is_valid = (_is_token(tokens, config) | is_padding).all(1) & (lengths > 0) & (lengths <= most)
 
     def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
@@ -149,7 +149,7 @@ def _prefill(
         # Queries of padding see keys of their own prompt; no other query sees padding.
         return flash_attention(q, k, v, causal=True, window=_window(config)), cache
 
-    x, cache = hidden_states(params, config, cache, tokens, places, attend)
+    x, cache = hidden_states(params, config, cache, tokens, positions, attend)
     last = jnp.clip(lengths - 1, 0, most - 1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     return jnp.where(is_valid[:, None], _logits(params, config, x), jnp.nan), cache
@@ -161,23 +161,24 @@ def _decode_step(
 ) -> tuple[Array, Cache]:
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
-    rows, kept = jnp.arange(batch, dtype=jnp.int32), jnp.where(is_valid, positions, 0)
-    # Nothing is written where this is beyond the cache.
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    # Rows that are not valid write beyond the cache, which drops what they write.
     written = jnp.where(is_valid, positions, length)
+    positions = jnp.where(is_valid, positions, 0)
 
     def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
         cache = Cache(
             cache.keys.at[layer, rows, written].set(k[:, 0], mode="drop"),
             cache.values.at[layer, rows, written].set(v[:, 0], mode="drop"),
         )
-        operands = (q, *cache, layer, kept + 1)
+        operands = (q, *cache, layer, positions + 1)
         in_layer, in_pages = (partial(one, config) for one in (attend_in_layer, attend_in_pages))
         if q.dtype == jnp.float32:
             return in_layer(*operands), cache
         o = jax.lax.platform_dependent(*operands, cuda=in_pages, default=in_layer)
         return o, cache
 
-    x, cache = hidden_states(params, config, cache, tokens[:, None], kept[:, None], attend)
+    x, cache = hidden_states(params, config, cache, tokens[:, None], positions[:, None], attend)
     return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0]), jnp.nan), cache
 
 
@@ -288,8 +289,8 @@ def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Ar
     """
     shape = np.shape(tokens)
     if len(shape) != axes:
-        right = "[B]" if axes == 1 else "[B, T]"
-        raise ValueError(f"{name} has shape {shape}; it must be {right}")
+        right = "one axis" if axes == 1 else "two axes, [B, T]"
+        raise ValueError(f"{name} has shape {shape}; it must have {right}")
     return check_integers(name, tokens, shape, 0, config.vocab_size - 1, "the vocabulary's last")
 
 

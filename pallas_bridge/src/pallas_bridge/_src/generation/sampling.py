@@ -84,7 +84,7 @@ def check_sampling(
     """
     for name, value, least, most, right in (
         ("temperature", temperature, 0.0, 1e30, "finite and at least 0"),
-        ("top_k", top_k, 1.0, 2.0**31 - 1, "at least 1"),
+        ("top_k", top_k, 1.0, 2.0**31 - 1, "a whole number of at least 1"),
         ("top_p", top_p, 1e-30, 1.0, "above 0 and at most 1"),
         ("min_p", min_p, 0.0, 1.0, "0 to 1"),
     ):
