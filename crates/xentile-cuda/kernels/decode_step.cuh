@@ -79,8 +79,6 @@ struct Layout {
   static constexpr int kStateWords = kBest + 4 * kCtas;
 };
 
-using QwenLayout = Layout<Qwen3Small>;
-
 // Rows of the buffers of partial sums, in floats.
 inline constexpr int kSumRow = 20;
 inline constexpr int kHeadRow = 264;
@@ -103,6 +101,20 @@ inline constexpr int kSharedBytes = kBestOfWarps + 256;
 static_assert(kSharedBytes <= 232448);
 
 }  // namespace xentile::decode_step
+
+// For src/decode_step/arguments.rs.
+inline constexpr int kDecodeStepCtas = xentile::decode_step::kCtas;
+inline constexpr int kDecodeStepThreads = xentile::decode_step::kThreads;
+inline constexpr int kDecodeStepSharedBytes = xentile::decode_step::kSharedBytes;
+inline constexpr int kDecodeStepStageBytes = xentile::decode_step::kStageBytes;
+inline constexpr int kDecodeStepStageKeys = xentile::decode_step::kStageKeys;
+inline constexpr int kDecodeStepColumns = xentile::decode_step::kColumns;
+inline constexpr int kDecodeStepHidden = xentile::decode_step::Qwen3Small::kHidden;
+inline constexpr int kDecodeStepKvHeads = xentile::decode_step::Qwen3Small::kKvHeads;
+inline constexpr int kDecodeStepLayerStages =
+    xentile::decode_step::Layout<xentile::decode_step::Qwen3Small>::kLayerStages;
+inline constexpr int kDecodeStepStateWords =
+    xentile::decode_step::Layout<xentile::decode_step::Qwen3Small>::kStateWords;
 
 // Mirrored by `Arguments` in src/decode_step/arguments.rs. Arrays are bf16 unless a type says more.
 struct alignas(128) DecodeStepArguments {

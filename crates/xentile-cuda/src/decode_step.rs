@@ -108,7 +108,7 @@ impl DecodeStep {
             Ok(value) if value > 0 => Ok(value),
             _ => Err(invalid(format!("there are {value} {name}; there must be 1 to 2^31 - 1"))),
         };
-        let rows = layers.checked_mul(length).unwrap_or(usize::MAX);
+        let rows = layers.saturating_mul(length);
         count("rows of layers of the cache", rows)?;
         let (layers, length) = (count("layers", layers)?, count("positions", length)?);
         Ok(Self { layers, vocab: count("tokens of the vocabulary", vocab)?, length, eps })

@@ -12,6 +12,7 @@ RoPE, attention and activation of this package and by XLA's matrix products.
 from ._src.generation.checkpoints import load_hugging_face
 from ._src.generation.config import DecoderConfig
 from ._src.generation.generate import Generated, generate
+from ._src.generation.kernel import pack
 from ._src.generation.model import Cache, decode_step, init_cache, prefill
 from ._src.generation.parameters import init_params
 from ._src.generation.sampling import sample
@@ -25,6 +26,7 @@ __all__ = [
     "init_cache",
     "init_params",
     "load_hugging_face",
+    "pack",
     "prefill",
     "sample",
 ]

@@ -37,14 +37,14 @@ mirror! {
 }
 
 numbers! {
-    CTAS: usize = xentile::decode_step::kCtas, 128;
-    THREADS: u32 = xentile::decode_step::kThreads, 640;
-    SHARED_BYTES: u32 = xentile::decode_step::kSharedBytes, 221152;
-    STAGE_BYTES: usize = xentile::decode_step::kStageBytes, 16384;
-    STAGE_KEYS: u32 = xentile::decode_step::kStageKeys, 32;
-    COLUMNS: usize = xentile::decode_step::kColumns, 128;
-    HIDDEN: usize = xentile::decode_step::Qwen3Small::kHidden, 1024;
-    KV_HEADS: usize = xentile::decode_step::Qwen3Small::kKvHeads, 8;
-    LAYER_STAGES: usize = xentile::decode_step::QwenLayout::kLayerStages, 15;
-    STATE_WORDS: usize = xentile::decode_step::QwenLayout::kStateWords, 56336;
+    CTAS: usize = kDecodeStepCtas, 128;
+    THREADS: u32 = kDecodeStepThreads, 640;
+    SHARED_BYTES: u32 = kDecodeStepSharedBytes, 221152;
+    STAGE_BYTES: usize = kDecodeStepStageBytes, 16384;
+    STAGE_KEYS: u32 = kDecodeStepStageKeys, 32;
+    COLUMNS: usize = kDecodeStepColumns, 128;
+    HIDDEN: usize = kDecodeStepHidden, 1024;
+    KV_HEADS: usize = kDecodeStepKvHeads, 8;
+    LAYER_STAGES: usize = kDecodeStepLayerStages, 15;
+    STATE_WORDS: usize = kDecodeStepStateWords, 56336;
 }

@@ -13,8 +13,17 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array, is_traced
 from ..keywords import hinted
+from . import kernel
 from .config import DecoderConfig
-from .model import LARGEST_PAGE, check_integers, check_tokens, decode_step, init_cache, prefill
+from .model import (
+    LARGEST_PAGE,
+    Cache,
+    check_integers,
+    check_tokens,
+    decode_step,
+    init_cache,
+    prefill,
+)
 from .parameters import Params, check_params
 from .sampling import Sampling, check_sampling, draw
 
@@ -46,6 +55,11 @@ class _Listener:
 
 # Lists of prompts are padded to a multiple of this, so that few lengths are compiled.
 PROMPT_STEP = 32
+# The least tokens for which weights are packed.
+LEAST_TOKENS = 8
+# Steps of the kernel after which the host looks whether all sequences have ended: for each look the
+# device waits. Steps after the end are empty launches.
+STEPS_OF_BLOCK = 16
 # Functions that running programs give tokens to, by a number that is an operand: a function that is
 # a constant of the program would have it compiled for each.
 _LISTENERS: dict[int, _Listener] = {}
@@ -138,7 +152,12 @@ def generate(
         )
     stops = check_tokens("stop_tokens", np.asarray(stop_tokens, np.int32), config, 1)
     sampling = check_sampling(temperature, top_k, top_p, min_p)
-    run = partial(_generate, params, config, tokens, lengths, int(max_new_tokens), seeds, sampling)
+    # Weights are packed in the program, unless they are: that takes as long as a few tokens.
+    has_kernel = kernel.is_packed(params, config, batch) or (
+        max_new_tokens >= LEAST_TOKENS and kernel.is_usable(params, config, batch)
+    )
+    static = config, int(max_new_tokens), has_kernel
+    run = partial(_generate, static, params, tokens, lengths, seeds, sampling)
     found: Generated
     if on_tokens is None:
         found = run(stops, None)
@@ -157,34 +176,57 @@ def generate(
     return found
 
 
-@partial(jax.jit, static_argnums=(1, 4))
-def _generate(
+Static = tuple[DecoderConfig, int, bool]
+
+
+@partial(jax.jit, static_argnums=0)
+def _generate(static: Static, *operands: Any) -> Generated:
+    """Runs `_run` with the kernel where there is one, and without it on other platforms."""
+    config, max_new_tokens, has_kernel = static
+    run = partial(_run, (config, max_new_tokens, False))
+    if not has_kernel:
+        return run(*operands)
+    found: Generated = jax.lax.platform_dependent(
+        *operands, cuda=partial(_run, static), default=run
+    )
+    return found
+
+
+def _run(
+    static: Static,
     params: Params,
-    config: DecoderConfig,
     prompts: Array,
     prompt_lengths: Array,
-    max_new_tokens: int,
     seeds: Array,
     sampling: Sampling,
     stop_tokens: Array,
     listener: Any,
 ) -> Generated:
+    config, max_new_tokens, has_kernel = static
     batch, most = prompts.shape
     dtype = params["embedding"].dtype
     length = -(-(most + max_new_tokens) // LARGEST_PAGE) * LARGEST_PAGE
     cache = init_cache(config, batch, length, dtype=dtype)
     logits, cache = prefill(params, config, cache, prompts, prompt_lengths)
+    state = None
+    if has_kernel:
+        packed: Any = params.get("packed")
+        packed = kernel.pack_weights(params, config) if packed is None else packed
+        tables, state = kernel.angles(config, length), kernel.init_state()
     found = Generated(
         jnp.full((batch, max_new_tokens), -1, jnp.int32),
         jnp.zeros(batch, jnp.int32),
         jnp.zeros((batch, max_new_tokens), jnp.float32),
     )
 
+    def choose(step: Any, logits: Array) -> tuple[Array, Array]:
+        return draw(logits, seeds, jnp.full(batch, step), sampling)
+
     def append(
-        step: Any, logits: Array, found: Generated, has_ended: Array
+        step: Any, drawn: tuple[Array, Array], found: Generated, has_ended: Array
     ) -> tuple[Generated, Array, Array]:
-        """Draws a token of each sequence; those that have ended get -1."""
-        tokens, logps = draw(logits, seeds, jnp.full(batch, step), sampling)
+        """Adds a token of each sequence; those that have ended get -1."""
+        tokens, logps = drawn
         tokens = jnp.where(has_ended, -1, tokens)
         if listener is not None:
             io_callback(_give, None, listener, step, tokens, ordered=True)
@@ -200,15 +242,28 @@ def _generate(
         return (step < max_new_tokens) & ~has_ended.all()
 
     def body(carry: Any) -> Any:
-        step, cache, found, tokens, has_ended = carry
+        step, cache, state, found, tokens, has_ended = carry
+        has_ended |= step >= max_new_tokens
         # Of a sequence that has ended the token is -1: its row has NaN logits and is not written.
         tokens = jnp.where(has_ended, -1, tokens)
         positions = prompt_lengths + step - 1
-        logits, cache = decode_step(params, config, cache, tokens, positions)
-        return step + 1, cache, *append(step, logits, found, has_ended)
+        if has_kernel:
+            one = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
+            cache, state = Cache(one.keys, one.values), one.state
+            is_greedy = sampling.temperature is None
+            drawn = (one.token, one.logp) if is_greedy else choose(step, one.logits)
+        else:
+            logits, cache = decode_step(params, config, cache, tokens, positions)
+            drawn = choose(step, logits)
+        return step + 1, cache, state, *append(step, drawn, found, has_ended)
 
-    first = append(0, logits, found, jnp.zeros(batch, bool))
-    return jax.lax.while_loop(goes_on, body, (jnp.int32(1), cache, *first))[2]
+    def block(carry: Any) -> Any:
+        return jax.lax.fori_loop(0, STEPS_OF_BLOCK, lambda _, carry: body(carry), carry)
+
+    first = append(0, choose(0, logits), found, jnp.zeros(batch, bool))
+    # A listener is called for each step, and for no other.
+    steps = block if has_kernel and listener is None else body
+    return jax.lax.while_loop(goes_on, steps, (jnp.int32(1), cache, state, *first))[3]
 
 
 def _give(listener: Any, step: Any, tokens: Any) -> None:

@@ -1,6 +1,6 @@
 """A decoder over a cache of keys and values: `prefill` of prompts and `decode_step` of one token.
 
-`_decode_step` is the inner step: a kernel that decodes a whole token replaces that function.
+On Hopper `kernel.step` decodes a whole token of some configs in one launch.
 """
 
 import math
@@ -24,6 +24,7 @@ from ..rope.api import rope
 from ..rope.qk_norm import qk_norm_rope
 from ..rope.scaling import frequencies
 from ..rope.tables import tables as rope_tables
+from . import kernel
 from .config import DecoderConfig
 from .parameters import Params, check_params
 
@@ -127,7 +128,8 @@ def decode_step(
     positions = check_integers(
         "positions", positions, tokens.shape, 0, length - 1, "the last of the cache"
     )
-    found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions)
+    has_kernel = kernel.is_packed(params, config, tokens.shape[0])
+    found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions, has_kernel)
     return found
 
 
@@ -155,9 +157,36 @@ def _prefill(
     return jnp.where(is_valid[:, None], _logits(params, config, x), jnp.nan), cache
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=2)
+@partial(jax.jit, static_argnums=(1, 5), donate_argnums=2)
 def _decode_step(
-    params: Params, config: DecoderConfig, cache: Cache, tokens: Array, positions: Array
+    params: Params,
+    config: DecoderConfig,
+    cache: Cache,
+    tokens: Array,
+    positions: Array,
+    has_kernel: bool,
+) -> tuple[Array, Cache]:
+    by_layers = partial(_step_by_layers, config)
+    if not has_kernel:
+        return by_layers(params, cache, tokens, positions)
+
+    def in_one_kernel(
+        params: Params, cache: Cache, tokens: Array, positions: Array
+    ) -> tuple[Array, Cache]:
+        tables = kernel.angles(config, cache.keys.shape[2])
+        packed, state = params["packed"], kernel.init_state()
+        found = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
+        return found.logits, Cache(found.keys, found.values)
+
+    operands = (params, cache, tokens, positions)
+    found: tuple[Array, Cache] = jax.lax.platform_dependent(
+        *operands, cuda=in_one_kernel, default=by_layers
+    )
+    return found
+
+
+def _step_by_layers(
+    config: DecoderConfig, params: Params, cache: Cache, tokens: Array, positions: Array
 ) -> tuple[Array, Cache]:
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)

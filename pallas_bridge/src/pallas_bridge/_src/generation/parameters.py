@@ -56,7 +56,9 @@ def check_params(params: Params, config: DecoderConfig) -> None:
     """
     stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     outer = outer_shapes(config)
-    _check_arrays("params", {**params, "layers": None}, {**outer, "layers": ()})
+    given = {**params, "layers": None}
+    given.pop("packed", None)
+    _check_arrays("params", given, {**outer, "layers": ()})
     _check_arrays('params["layers"]', params.get("layers", {}), stacked)
 
 
