@@ -95,9 +95,10 @@ int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void
   if (config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra) return 1;
   if (told("FAKE_FAILURE", 0)) return told("FAKE_FAILURE", 0);
   const unsigned cluster = config->count == 1 ? config->attributes->value[0] : 0;
-  printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d\n",
+  const int is_cooperative = config->count == 1 && config->attributes->id == 2;
+  printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d%s\n",
          (const char*)kernel, (size_t)config->stream, config->grid[0], config->block[0],
-         config->shared, cluster, *(void**)parameters[0], loaded);
+         config->shared, cluster, *(void**)parameters[0], loaded, is_cooperative ? " cooperative" : "");
   fflush(stdout);
   return 0;
 }

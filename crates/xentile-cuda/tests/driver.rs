@@ -16,6 +16,7 @@ use xentile::norm::{Norm as NormOptions, NormShape};
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
+use xentile_cuda::decode_step::{Arrays, DecodeStep, Extents};
 use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
@@ -27,8 +28,13 @@ static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| fake::driver(&["dr
 
 /// What the driver and [`calls`] print, with such a driver.
 fn printed(told: &[(&str, &str)]) -> String {
+    printed_by("calls", told)
+}
+
+/// What the driver and an ignored test print, with such a driver.
+fn printed_by(test: &str, told: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "calls", "--include-ignored", "--nocapture", "--test-threads", "1"])
+        .args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads", "1"])
         .env("LD_LIBRARY_PATH", DRIVER.path())
         .envs(told.iter().copied())
         .output()
@@ -326,5 +332,68 @@ fn what_is_missing_is_said() {
             "{text}"
         );
         assert!(text.contains("empty: done") && !text.contains("\nlaunch"), "{text}");
+    }
+}
+
+#[test]
+#[ignore = "a test runs it, with a driver each"]
+fn token() {
+    println!();
+    let extents = Extents { layers: 28, hidden_size: 1024, kv_heads: 8, vocab: V, length: 2048 };
+    let step = DecodeStep::new(extents, 1e-6).unwrap();
+    let (some, float) = (at(0x10_000), at(0x10_000).cast::<f32>());
+    let arrays = Arrays {
+        packed: some,
+        embedding: some,
+        attention_norm: some,
+        q_norm: some,
+        k_norm: some,
+        mlp_norm: some,
+        norm: some,
+        cosines: float,
+        sines: float,
+        token: some.cast(),
+        position: some.cast(),
+        keys: at(0x20_000),
+        values: at(0x30_000),
+        state: some,
+        logits: float,
+        best: some.cast(),
+        best_logp: float,
+    };
+    // SAFETY: the driver that plays here touches no memory.
+    match unsafe { step.run(at(1), arrays) } {
+        Ok(()) => println!("done"),
+        Err(error) => println!("{error}"),
+    }
+    // SAFETY: as above.
+    let odd = unsafe { step.run(at(1), Arrays { keys: at(0x20_008), ..arrays }) };
+    println!("{}", odd.unwrap_err());
+}
+
+#[test]
+fn all_ctas_of_a_token_run_at_once() {
+    let text = printed_by("token", &[]);
+    for line in [
+        "tensor 0x20000 dtype 9 extents 1024 57344 stride 2048 box 64 32",
+        "tensor 0x30000 dtype 9 extents 1024 57344 stride 2048 box 64 32",
+        "launch decode_step_qwen3_small stream 1 grid 128 block 640 shared 221152 cluster 1 first 0x20000 loads \
+         1 cooperative",
+        "done",
+        "`keys` is at 0x20008; it must be at a multiple of 16",
+    ] {
+        assert!(text.lines().any(|one| one == line), "{line}\n{text}");
+    }
+    for (told, reason) in [
+        (
+            ("FAKE_CAPABILITY", "80"),
+            "fake 0 has compute capability 8.0 and 132 multiprocessors; the",
+        ),
+        (("FAKE_CAPABILITY", "100"), "fake 0 has compute capability 10.0 and 132 multiprocessors"),
+        (("FAKE_MULTIPROCESSORS", "114"), "fake 0 has compute capability 9.0 and 114 multiproc"),
+        (("FAKE_FAILURE", "720"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as told"),
+    ] {
+        let text = printed_by("token", &[told]);
+        assert!(text.contains(reason) && !text.contains("launch decode"), "{text}");
     }
 }
