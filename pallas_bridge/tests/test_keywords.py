@@ -9,11 +9,11 @@ import pytest
 from pallas_bridge._src import keywords
 
 import pallas_bridge
-from pallas_bridge import losses, nn, optax
+from pallas_bridge import generation, losses, nn, optax
 
 FUNCTIONS = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (pallas_bridge, losses, nn, optax)
+    for module in (pallas_bridge, generation, losses, nn, optax)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 }
@@ -57,6 +57,7 @@ def test_every_function_answers(name: str) -> None:
         ("linear_cross_entropy", "targets", "did you mean labels?"),
         ("losses.ppo_policy_loss", "eps_clip", "did you mean clip?"),
         ("losses.dpo_loss", "reference_chosen_logps", "did you mean ref_chosen?"),
+        ("generation.generate", "eos_token_id", "did you mean stop_tokens?"),
         ("optax.softmax_cross_entropy_with_integer_labels", "mask", "did you mean where?"),
     ],
 )

@@ -29,7 +29,7 @@ check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
 check "mypy, pallas_bridge" mypy pallas_bridge/src
-check "mypy, examples" mypy examples/{processes,train,tests}
+check "mypy, examples" mypy examples/{generate,processes,train,tests}
 check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
 check "build hook" pytest -q scripts/tests/test_build_hook.py
 check "docs against the tree" pytest -q scripts/tests/test_docs.py

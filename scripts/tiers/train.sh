@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The examples and the benchmarks that need their environment, and layers for Flax and Equinox: their tests. And nightly the smallest validation of all
-# kernels in examples/train, and every table of benches/transformer_bench of the small size at length 128.
+# The tests of examples and benchmarks that need their environment, of layers for Flax and Equinox, and of checkpoints.
+# And nightly the smallest validation of all kernels in examples/train, and every table of benches/transformer_bench
+# of the small size at length 128.
 source scripts/tiers/common.sh
 
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
@@ -14,9 +15,9 @@ status=0
 for tests in examples/tests benches/tests; do
     scripts/pytest_in_shares.sh --durations=5 "$tests" || status=1
 done
-# They need Flax and Equinox, which the environments of versions of JAX do not have.
+# They need Flax, Equinox and safetensors, which the environments of versions of JAX do not have.
 XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}" \
-    scripts/pytest_in_shares.sh --durations=5 pallas_bridge/tests/test_{nnx,equinox}.py || status=1
+    scripts/pytest_in_shares.sh --durations=5 pallas_bridge/tests/test_{nnx,equinox,generation_checkpoints}.py || status=1
 if [[ $XENTILE_TEST_SET == nightly ]]; then
     cargo build --release
     export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so

@@ -4,8 +4,9 @@
     loss, grads = jax.value_and_grad(lambda x: cross_entropy(x, labels))(logits)
 
 Kernels run as XLA custom calls inside any program, under `jit`, `grad`, `vmap` and a mesh; `info()`
-says which runs where. `nn` has the signatures of `jax.nn`, and `losses` losses on preferences and
-rewards; `pallas_bridge.nnx` and `pallas_bridge.equinox`, which are imported by name, have layers.
+says which runs where. `nn` has the signatures of `jax.nn`, `losses` losses on preferences and
+rewards, and `generation` text generation; `pallas_bridge.nnx` and `pallas_bridge.equinox`, which
+are imported by name, have layers.
 """
 
 import sys
@@ -23,7 +24,7 @@ except ImportError:
         raise
     sys.exit(doctor.main())
 
-from . import losses, nn, optax
+from . import generation, losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.causal_conv1d.api import causal_conv1d
@@ -74,6 +75,7 @@ __all__ = [
     "fp8_quantize",
     "geglu",
     "gelu",
+    "generation",
     "get_include",
     "get_library",
     "info",

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import pallas_bridge
+from pallas_bridge import generation
 
 MIB = 2**20
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
@@ -195,3 +196,25 @@ def test_what_devices_send_for_a_loss(gpus: Gpus, sharded: str) -> None:
     assert max(linear.bytes_of("all-reduce")) <= gradient
     held = of_logits.memory.temp_size_in_bytes
     assert held < MIB, held
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_step_of_decoding_copies_neither_weights_nor_cache(gpus: Gpus, batch: int) -> None:
+    (device,) = gpus(1)
+    config = generation.DecoderConfig(4, 1024, 16, 8, 128, 3072, 151936, qk_norm=True)
+
+    def step(params: Any, cache: Any, tokens: Any, positions: Any) -> Any:
+        return generation.decode_step(params, config, cache, tokens, positions)
+
+    trees = (
+        jax.eval_shape(lambda: generation.init_params(config)),
+        jax.eval_shape(lambda: generation.init_cache(config, batch, 1024)),
+        *2 * [jax.ShapeDtypeStruct((batch,), jnp.int32)],
+    )
+    arrays = jax.tree.map(lambda one: placed(device, *one.shape, dtype=one.dtype), trees)
+    compiled = Compiled(step, arrays, donate_argnums=1)
+    assert compiled.calls.count("flash_attention_paged") == 1
+    assert compiled.moved(MIB) == [] and compiled.bytes_of("dynamic-update-slice", "scatter")
+    assert compiled.memory.alias_size_in_bytes == sum(one.size * 2 for one in arrays[1])
+    # Less than keys and values of a layer.
+    assert compiled.memory.temp_size_in_bytes < compiled.memory.alias_size_in_bytes / config.layers

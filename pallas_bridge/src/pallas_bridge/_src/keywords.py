@@ -75,6 +75,12 @@ OTHERS = {
     "power_of_two": "pow_2_scales force_pow_2_scales round_scale use_ue8m0",
     "transposed": "columnwise return_transpose",
     "block_size": "block group_size",
+    "prompts": "input_ids prompt prompt_token_ids",
+    "max_new_tokens": "max_tokens max_length max_decode_len",
+    "seeds": "seed rng generator",
+    "stop_tokens": "eos_token_id stop_token_ids eos_id",
+    "on_tokens": "streamer callback",
+    "tokens": "input_ids token_ids",
 }
 _MASK_OBJECTS = {
     **dict.fromkeys(("attn_mask", "attention_mask"), "did you mean mask?"),

@@ -1,0 +1,144 @@
+"""Parameters from checkpoints of Hugging Face, in safetensors."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ..checks import DTYPES
+from ..keywords import hinted
+from .config import DecoderConfig
+from .parameters import Params, layer_shapes, outer_shapes
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+# Tensors of a layer, by our names: those of ours that are packed have several, stacked by rows.
+LAYER = {
+    "attention_norm": ["input_layernorm.weight"],
+    "qkv": [f"self_attn.{one}_proj.weight" for one in "qkv"],
+    "qkv_bias": [f"self_attn.{one}_proj.bias" for one in "qkv"],
+    "q_norm": ["self_attn.q_norm.weight"],
+    "k_norm": ["self_attn.k_norm.weight"],
+    "out": ["self_attn.o_proj.weight"],
+    "mlp_norm": ["post_attention_layernorm.weight"],
+    "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "down": ["mlp.down_proj.weight"],
+}
+OUTER = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+
+
+@hinted
+def load_hugging_face(
+    folder: str | Path, *, dtype: DTypeLike | None = None
+) -> tuple[DecoderConfig, Params]:
+    """Reads a checkpoint of Hugging Face, by `pip install 'pallas_bridge[generation]'`.
+
+    Args:
+      folder: with config.json and model.safetensors, or model.safetensors.index.json and the files
+        that it names.
+      dtype: bfloat16, float16 or float32; None for the embedding's.
+
+    Returns:
+      The config, and parameters as `init_params` makes them, on the default device.
+
+    Raises:
+      FileNotFoundError: a file that is missing.
+      ImportError: safetensors is not installed.
+      TypeError: a tensor of another dtype, as of a quantised model.
+      ValueError: a config that is not covered; a tensor that is missing, that the config has no
+        place for, or of another shape than the config says.
+    """
+    folder = Path(folder)
+    config = DecoderConfig.from_hugging_face(json.loads((folder / "config.json").read_text()))
+    with ExitStack() as files:
+        tensors = _open(folder, files)
+        wanted = _names(config)
+        for name in wanted - tensors.keys():
+            raise ValueError(f"{folder} lacks the tensor {name}, which its config.json asks for")
+        # Frequencies of RoPE follow from the config, and a tied head is the embedding.
+        ignored = {OUTER["head"]} if config.tied_head else set()
+        for name in tensors.keys() - wanted - ignored:
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(f"{folder} has the tensor {name}, which its config.json is not of")
+        return config, _read(config, tensors, dtype)
+
+
+def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Returns open files by the names of their tensors."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            "load_hugging_face needs safetensors: run pip install 'pallas_bridge[generation]', or "
+            "pip install safetensors"
+        ) from error
+    index = folder / INDEX
+    paths = {WHOLE}
+    if index.is_file():
+        paths = set(json.loads(index.read_text())["weight_map"].values())
+    tensors: dict[str, Any] = {}
+    for path in sorted(paths):
+        if not (folder / path).is_file():
+            raise FileNotFoundError(f"{folder} has no {path}")
+        file = files.enter_context(safe_open(folder / path, framework="numpy"))
+        tensors |= dict.fromkeys(file.keys(), file)
+    return tensors
+
+
+def _names(config: DecoderConfig) -> set[str]:
+    found = {OUTER[name] for name in outer_shapes(config)}
+    return found | {
+        name
+        for index in range(config.layers)
+        for one in layer_shapes(config)
+        for name in _layer_names(index, one)
+    }
+
+
+def _layer_names(index: int, name: str) -> Iterator[str]:
+    return (f"model.layers.{index}.{one}" for one in LAYER[name])
+
+
+def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any) -> Params:
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        given = tuple(tensors[name].get_slice(name).get_shape())
+        if given != shape:
+            raise ValueError(f"tensor {name} has shape {given}; by config.json it must be {shape}")
+        array: np.ndarray = tensors[name].get_tensor(name)
+        if array.dtype not in DTYPES:
+            raise TypeError(
+                f"tensor {name} has dtype {array.dtype}; it must be bfloat16, float16 or float32"
+            )
+        return array
+
+    outer = {name: read(OUTER[name], shape) for name, shape in outer_shapes(config).items()}
+    dtype = jnp.dtype(outer["embedding"].dtype if dtype is None else dtype)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype is {dtype}; it must be bfloat16, float16 or float32")
+    head, gate = config.head_dim, config.mlp_size
+    rows = {
+        "qkv": [config.heads * head, config.kv_heads * head, config.kv_heads * head],
+        "gate_up": [gate, gate],
+    }
+    rows["qkv_bias"] = rows["qkv"]
+
+    def stack(name: str, shape: tuple[int, ...]) -> Any:
+        found = np.empty((config.layers, *shape), dtype)
+        for index, layer in enumerate(found):
+            start = 0
+            sizes = rows.get(name, shape[:1])
+            for tensor, size in zip(_layer_names(index, name), sizes, strict=True):
+                layer[start : start + size] = read(tensor, (size, *shape[1:]))
+                start += size
+        return jnp.asarray(found)
+
+    layers = {name: stack(name, shape) for name, shape in layer_shapes(config).items()}
+    return {**{name: jnp.asarray(one, dtype) for name, one in outer.items()}, "layers": layers}

@@ -1,0 +1,334 @@
+"""A decoder over a cache of keys and values: `prefill` of prompts and `decode_step` of one token.
+
+`_decode_step` is the inner step: a kernel that decodes a whole token replaces that function.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from ..activation.api import swiglu
+from ..arrays import match_rank
+from ..checks import as_array, is_traced
+from ..flash_attention.api import flash_attention
+from ..flash_attention.paged import paged_attention
+from ..keywords import hinted
+from ..norm.api import rms_norm
+from ..rope.api import rope
+from ..rope.qk_norm import qk_norm_rope
+from ..rope.scaling import frequencies
+from ..rope.tables import tables as rope_tables
+from .config import DecoderConfig
+from .parameters import Params, check_params
+
+Array = jax.Array
+# Keys of a page, in which kernels for GPUs read a cache; a power of two.
+LARGEST_PAGE = 128
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, each [L, B, S, K, head_dim], in the parameters' dtype."""
+
+    keys: Array
+    values: Array
+
+
+@hinted
+def init_cache(
+    config: DecoderConfig, batch: int, length: int, *, dtype: DTypeLike = jnp.bfloat16
+) -> Cache:
+    """Returns a cache of zeros.
+
+    Args:
+      config: the decoder's.
+      batch: sequences, B.
+      length: the most tokens of a sequence, S: prompt and generated ones.
+      dtype: that of the parameters.
+    """
+    shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+@hinted
+def prefill(
+    params: Params,
+    config: DecoderConfig,
+    cache: Cache,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+) -> tuple[Array, Cache]:
+    """Runs prompts through the decoder and fills the cache from position 0.
+
+    Args:
+      params: as `init_params` or `load_hugging_face` make them.
+      config: the decoder's.
+      cache: of B sequences of at least T tokens. It is donated, and cannot be used again.
+      tokens: integers [B, T]: prompts, padded at the right with any token.
+      lengths: integers [B]: tokens of each prompt, 1 to T; None for T.
+
+    Returns:
+      Logits [B, V] in float32 after each prompt's last token, and the cache. A row with a token or
+      a length outside its range has NaN logits.
+
+    Raises:
+      TypeError: arrays of the wrong dtype.
+      ValueError: arrays of the wrong shape, a cache that was donated before, or, in arrays that are
+        not on a device, a token or length outside its range.
+    """
+    check_params(params, config)
+    tokens = check_tokens("tokens", tokens, config, 2)
+    batch, most = tokens.shape
+    length = _check_cache(cache, params, config, batch)
+    if not 0 < most <= length:
+        raise ValueError(f"tokens has {most} columns; it must be 1 to {length}, the cache's length")
+    if lengths is None:
+        lengths = np.full(batch, most)
+    lengths = check_integers("lengths", lengths, (batch,), 1, most, "the columns of tokens")
+    found: tuple[Array, Cache] = _prefill(params, config, cache, tokens, lengths)
+    return found
+
+
+@hinted
+def decode_step(
+    params: Params,
+    config: DecoderConfig,
+    cache: Cache,
+    tokens: ArrayLike,
+    positions: ArrayLike,
+) -> tuple[Array, Cache]:
+    """Runs one token of each sequence through the decoder.
+
+    Args:
+      params: as `init_params` or `load_hugging_face` make them.
+      config: the decoder's.
+      cache: keys and values of positions below `positions`. It is donated: updated in place, and
+        cannot be used again.
+      tokens: integers [B].
+      positions: integers [B]: of these tokens, from 0 on.
+
+    Returns:
+      Logits [B, V] in float32 of the next token, and the cache, in which only `positions` changed.
+      A row whose token or position is outside its range has NaN logits and an unchanged cache.
+
+    Raises:
+      TypeError: arrays of the wrong dtype.
+      ValueError: arrays of the wrong shape, a cache that was donated before, or, in arrays that are
+        not on a device, a token or position outside its range.
+    """
+    check_params(params, config)
+    tokens = check_tokens("tokens", tokens, config, 1)
+    length = _check_cache(cache, params, config, tokens.shape[0])
+    positions = check_integers(
+        "positions", positions, tokens.shape, 0, length - 1, "the last of the cache"
+    )
+    found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions)
+    return found
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=2)
+def _prefill(
+    params: Params, config: DecoderConfig, cache: Cache, tokens: Array, lengths: Array
+) -> tuple[Array, Cache]:
+    most = tokens.shape[1]
+    positions = jnp.arange(most, dtype=jnp.int32)
+    is_padding = positions[None] >= lengths[:, None]
+    is_valid = (_is_token(tokens, config) | is_padding).all(1) & (lengths > 0) & (lengths <= most)
+
+    def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        start = (layer, *4 * [jnp.int32(0)])
+        cache = Cache(
+            jax.lax.dynamic_update_slice(cache.keys, k[None], start),
+            jax.lax.dynamic_update_slice(cache.values, v[None], start),
+        )
+        # Queries of padding see keys of their own prompt; no other query sees padding.
+        return flash_attention(q, k, v, causal=True, window=_window(config)), cache
+
+    x, cache = hidden_states(params, config, cache, tokens, positions, attend)
+    last = jnp.clip(lengths - 1, 0, most - 1)
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    return jnp.where(is_valid[:, None], _logits(params, config, x), jnp.nan), cache
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=2)
+def _decode_step(
+    params: Params, config: DecoderConfig, cache: Cache, tokens: Array, positions: Array
+) -> tuple[Array, Cache]:
+    batch, length = cache.keys.shape[1:3]
+    is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    # Rows that are not valid write beyond the cache, which drops what they write.
+    written = jnp.where(is_valid, positions, length)
+    positions = jnp.where(is_valid, positions, 0)
+
+    def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        cache = Cache(
+            cache.keys.at[layer, rows, written].set(k[:, 0], mode="drop"),
+            cache.values.at[layer, rows, written].set(v[:, 0], mode="drop"),
+        )
+        operands = (q, *cache, layer, positions + 1)
+        in_layer, in_pages = (partial(one, config) for one in (attend_in_layer, attend_in_pages))
+        if q.dtype == jnp.float32:
+            return in_layer(*operands), cache
+        o = jax.lax.platform_dependent(*operands, cuda=in_pages, default=in_layer)
+        return o, cache
+
+    x, cache = hidden_states(params, config, cache, tokens[:, None], positions[:, None], attend)
+    return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0]), jnp.nan), cache
+
+
+def attend_in_layer(
+    config: DecoderConfig, q: Array, keys: Array, values: Array, layer: Array, lengths: Array
+) -> Array:
+    """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer.
+
+    `keys` and `values` are those of a cache.
+    """
+    window = _window(config)
+    k, v = keys[layer], values[layer]
+    return flash_attention(q, k, v, causal=True, window=window, kv_lengths=lengths)
+
+
+def attend_in_pages(
+    config: DecoderConfig, q: Array, keys: Array, values: Array, layer: Array, lengths: Array
+) -> Any:
+    """Returns what `attend_in_layer` does, with all layers as one pool of pages.
+
+    Kernels for GPUs read keys where they are in the pool; XLA would copy a layer for them.
+    """
+    batch, length = keys.shape[1:3]
+    page_size = math.gcd(length, LARGEST_PAGE)
+    pages = jnp.arange(batch * length // page_size, dtype=jnp.int32).reshape(batch, -1)
+    tables = layer * pages.size + pages
+    k, v = (x.reshape(-1, page_size, *x.shape[3:]) for x in (keys, values))
+    return paged_attention(q, k, v, tables, lengths, window=_window(config))
+
+
+def hidden_states(
+    params: Params,
+    config: DecoderConfig,
+    state: Any,
+    tokens: Array,
+    positions: Array,
+    attend: Callable[[Array, Any, Array, Array, Array], tuple[Array, Any]],
+) -> tuple[Array, Any]:
+    """Returns hidden states [B, T, D] after the last norm, and the state.
+
+    Args:
+        params: Parameters.
+        config: The decoder's.
+        state: A pytree that `attend` reads and updates.
+        tokens: [B, T].
+        positions: [T] or [B, T].
+        attend: Takes the layer's index, the state, q [B, T, H, head_dim], k and v
+            [B, T, K, head_dim], and returns the attention's output, of q's shape, and the state.
+    """
+    angles = frequencies(config.rope_base, config.head_dim, config.rope_scaling)
+    tables = rope_tables(positions, *angles)
+    x = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+    norm = partial(rms_norm, eps=config.eps)
+
+    def layer(carry: Any, arrays: Any) -> tuple[Any, None]:
+        branch, residual, state = carry
+        index, weights = arrays
+        x, residual = norm(branch, weights["attention_norm"], residual=residual)
+        o, state = attend(index, state, *_qkv(config, weights, x, tables))
+        branch = _linear(o.reshape(*x.shape[:2], -1), weights["out"])
+        x, residual = norm(branch, weights["mlp_norm"], residual=residual)
+        branch = _linear(swiglu(_linear(x, weights["gate_up"])), weights["down"])
+        return (branch, residual, state), None
+
+    arrays = (jnp.arange(config.layers, dtype=jnp.int32), params["layers"])
+    (branch, residual, state), _ = jax.lax.scan(layer, (x, jnp.zeros_like(x), state), arrays)
+    return norm(branch, params["norm"], residual=residual)[0], state
+
+
+def _qkv(config: DecoderConfig, weights: Params, x: Array, tables: Any) -> tuple[Array, ...]:
+    """Returns queries and keys after RoPE, and values, of x [B, T, D]."""
+    qkv = _linear(x, weights["qkv"])
+    if config.qkv_bias:
+        qkv = qkv + match_rank(weights["qkv_bias"].astype(qkv.dtype), qkv)
+    heads = qkv.reshape(*x.shape[:2], -1, config.head_dim)
+    q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
+    if config.qk_norm:
+        norms = weights["q_norm"], weights["k_norm"]
+        return *qk_norm_rope(q, k, *norms, eps=config.eps, tables=tables), v
+    return *rope(q, k, tables=tables), v
+
+
+def _linear(x: Array, weight: Array, dtype: Any = None) -> Array:
+    """Returns x [.., I] times the transpose of weight [O, I]; in x's dtype, unless one is given."""
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, preferred_element_type=dtype)
+
+
+def _logits(params: Params, config: DecoderConfig, x: Array) -> Array:
+    head = params["embedding" if config.tied_head else "head"]
+    return _linear(x, head, jnp.float32)
+
+
+def _window(config: DecoderConfig) -> tuple[int, int] | None:
+    return None if config.window is None else (config.window - 1, 0)
+
+
+def _is_token(tokens: Array, config: DecoderConfig) -> Array:
+    return (tokens >= 0) & (tokens < config.vocab_size)
+
+
+def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Array:
+    """Returns token ids in int32, with so many axes.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they have another number of axes, or one on the host is outside its range.
+    """
+    shape = np.shape(tokens)
+    if len(shape) != axes:
+        right = "one axis" if axes == 1 else "two axes, [B, T]"
+        raise ValueError(f"{name} has shape {shape}; it must have {right}")
+    return check_integers(name, tokens, shape, 0, config.vocab_size - 1, "the vocabulary's last")
+
+
+def check_integers(
+    name: str, value: Any, shape: tuple[int, ...], least: int, most: int, last: str
+) -> Array:
+    """Returns integers in int32; those on the host are held to their range, without a transfer."""
+    array = as_array(name, value, f"of integers, of shape {shape}")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
+    if not isinstance(value, jax.Array):
+        host = np.asarray(value)
+        wrong = host[(host < least) | (host > most)]
+        if wrong.size:
+            raise ValueError(f"{name} has {wrong[0]}; it must be {least} to {most}, {last}")
+    return array.astype(jnp.int32)
+
+
+def _check_cache(cache: Cache, params: Params, config: DecoderConfig, batch: int) -> int:
+    """Returns the cache's length, S.
+
+    Raises:
+        TypeError: another dtype than that of the embedding.
+        ValueError: another shape, or a cache that was donated before.
+    """
+    dtype = params["embedding"].dtype
+    for name, array in zip(Cache._fields, cache, strict=True):
+        if not is_traced(array) and array.is_deleted():
+            raise ValueError("cache was donated to an earlier call; pass the one that it returned")
+        if array.dtype != dtype:
+            raise TypeError(
+                f"cache.{name} has dtype {array.dtype}; it must be {dtype}, that of the embedding"
+            )
+        length = array.shape[2] if array.ndim == 5 else cache.keys.shape[-3]
+        shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
+        if array.shape != shape or array.shape != cache.keys.shape:
+            right = f"({config.layers}, {batch}, S, {config.kv_heads}, {config.head_dim})"
+            raise ValueError(f"cache.{name} has shape {array.shape}; it must be {right}")
+    return int(cache.keys.shape[2])

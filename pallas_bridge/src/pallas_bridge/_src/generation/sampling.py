@@ -1,0 +1,160 @@
+"""The next token of each sequence from its logits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_number, is_traced
+from ..keywords import hinted
+
+Array = jax.Array
+
+
+class Sampling(NamedTuple):
+    """Options of sampling as scalars, None where they are not set; temperature None is greedy."""
+
+    temperature: ArrayLike | None
+    top_k: ArrayLike | None
+    top_p: ArrayLike | None
+    min_p: ArrayLike | None
+
+
+@hinted
+def sample(
+    logits: ArrayLike,
+    seeds: ArrayLike | Sequence[int],
+    steps: ArrayLike = 0,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """Draws a token of each row of logits.
+
+    With p = softmax(logits / temperature), `top_k` keeps the k tokens of the largest p, `top_p` the
+    fewest tokens of the largest p whose sum is at least that share of what `top_k` kept (Holtzman
+    et al., 2020), and `min_p` those with p of at least that share of the largest (Nguyen et al.,
+    2024). Tokens as probable as the last one kept are kept too. A token is drawn from p of those
+    that all options keep, divided by its sum, by the Gumbel-max trick.
+
+    Args:
+      logits: [B, V].
+      seeds: integers [B]. A row's token depends on its own logits, seed and step only.
+      steps: integers [B] or []: counts the draws of a seed.
+      temperature: at least 0; 0 takes the largest logit, the first of equal ones.
+      top_k: at least 1, or None.
+      top_p: above 0 and at most 1, or None.
+      min_p: 0 to 1, or None.
+
+    Returns:
+      tokens [B] in int32, and their logarithms of p [B] in float32, before anything is left out
+      (of softmax(logits) at temperature 0): `cross_entropy_per_token` with that temperature gives
+      the same. Rows with a NaN, or no finite largest logit, have token -1 and NaN.
+
+    Raises:
+      TypeError: an option that is no number.
+      ValueError: logits of another shape, or an option outside its range.
+    """
+    logits = as_array("logits", logits, "[B, V]")
+    if logits.ndim != 2:
+        raise ValueError(f"logits has shape {logits.shape}; it must be [B, V]")
+    options = check_sampling(temperature, top_k, top_p, min_p)
+    seeds = as_array("seeds", seeds, "of integers, [B]")
+    steps = jnp.broadcast_to(as_array("steps", steps, "of integers, [B]"), seeds.shape)
+    if seeds.shape != logits.shape[:1]:
+        raise ValueError(f"seeds has shape {seeds.shape}; it must be {logits.shape[:1]}")
+    return draw(logits, seeds, steps, options)
+
+
+def check_sampling(
+    temperature: ArrayLike,
+    top_k: ArrayLike | None,
+    top_p: ArrayLike | None,
+    min_p: ArrayLike | None,
+) -> Sampling:
+    """Returns options of which those that change nothing are None.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is outside its range.
+    """
+    for name, value, least, most, right in (
+        ("temperature", temperature, 0.0, 1e30, "finite and at least 0"),
+        ("top_k", top_k, 1.0, 2.0**31 - 1, "a whole number of at least 1"),
+        ("top_p", top_p, 1e-30, 1.0, "above 0 and at most 1"),
+        ("min_p", min_p, 0.0, 1.0, "0 to 1"),
+    ):
+        if value is None or is_traced(value):
+            continue
+        number = check_number(name, value)
+        if not least <= number <= most or (name == "top_k" and number != int(number)):
+            raise ValueError(f"{name} is {value}; it must be {right}")
+    if not is_traced(temperature) and temperature == 0:
+        return Sampling(None, None, None, None)
+    is_whole = not is_traced(top_p) and top_p == 1
+    return Sampling(temperature, top_k, None if is_whole else top_p, min_p)
+
+
+def draw(logits: Array, seeds: Array, steps: Array, options: Sampling) -> tuple[Array, Array]:
+    """Returns what `sample` does, of arrays and options that are checked."""
+    logits = logits.astype(jnp.float32)
+    largest = logits.max(1)
+    is_bad = ~jnp.isfinite(largest)
+    if options.temperature is None:
+        tokens = logits.argmax(1)
+    else:
+        # A traced temperature of 0 is near enough to the largest logit.
+        scale = jnp.maximum(jnp.asarray(options.temperature, jnp.float32), 1e-30)
+        logits = (logits - largest[:, None]) / scale
+        tokens = (truncate(logits, options) + _gumbel(seeds, steps, logits.shape[1])).argmax(1)
+    tokens = jnp.where(is_bad, 0, tokens).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    logps = chosen - jax.nn.logsumexp(logits, axis=1)
+    return jnp.where(is_bad, -1, tokens), jnp.where(is_bad, jnp.nan, logps)
+
+
+def truncate(logits: Array, options: Sampling) -> Array:
+    """Returns logits [B, V], whose largest is 0, with -inf where options leave a token out."""
+    if options.top_k is not None:
+        count = jnp.asarray(options.top_k, jnp.float32)
+        logits = _keep_largest(logits, jnp.ones_like(logits), count)
+    if options.top_p is not None:
+        p = jnp.exp(logits)
+        logits = _keep_largest(logits, p, options.top_p * p.sum(1))
+    if options.min_p is not None:
+        logits = jnp.where(jnp.exp(logits) >= options.min_p, logits, -jnp.inf)
+    return logits
+
+
+def _keep_largest(logits: Array, weights: Array, wanted: ArrayLike) -> Array:
+    """Keeps the fewest of the largest logits whose weights sum to at least `wanted`, [B] or [].
+
+    Logits that equal the least of them are kept too, and all where no sum is enough. Bisects over
+    the bits of that least logit, which is at most 0: 31 sums and no sort.
+    """
+    # Floats at most 0 order as the complement of their magnitude's bits.
+    order = 2**31 - 1 - jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
+
+    def halve(step: Array, least: Array) -> Array:
+        middle = least | (2**30 >> step)
+        total = jnp.where(order >= middle[:, None], weights, 0.0).sum(1)
+        return jnp.where(total >= wanted, middle, least)
+
+    none = jnp.zeros(logits.shape[0], jnp.int32)
+    least = jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), halve, none)
+    return jnp.where(order >= least[:, None], logits, -jnp.inf)
+
+
+def _gumbel(seeds: Array, steps: Array, vocab_size: int) -> Array:
+    """Returns Gumbel noise [B, V]; each row depends on its own seed and step only."""
+
+    def row(seed: Array, step: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+        # The other mode has too few bits for the tails of large vocabularies.
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+
+    return jax.vmap(row)(seeds, steps)
