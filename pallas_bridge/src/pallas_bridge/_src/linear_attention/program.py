@@ -96,7 +96,7 @@ class Program:
         chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
         # The backward pass has about twenty arrays of a group, each half as large as the states of
         # so many chunks: these and the states of all groups together are then about the least.
-        count = max(math.isqrt(tokens // (8 * chunk)), 1)
+        count = max(math.isqrt(tokens // (2 * chunk)), 1)
         return Program(options, precision, chunk, chunk * count)
 
     def forward(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -184,14 +184,12 @@ class Program:
         return jnp.einsum(axes, x, y, precision=self.precision)
 
     def _terms(self, chunks: Chunks) -> Terms:
-        # G is a sum of multiples of 1 / 1024, which is exact, and one of what is left. Differences
-        # of small sums are exact beside large ones.
+        # Multiples of 1 / 1024 have exact sums. So small differences of large sums are exact too.
         steps = jnp.round(chunks.g * STEPS) / STEPS
-        sums = jnp.cumsum(steps, -1), jnp.cumsum(chunks.g - steps, -1)
-        high, low = sums
-        lower = jnp.tril(jnp.ones((self.chunk, self.chunk), bool))
+        lower = _lower(self.chunk)
+        high, low = (_sums("nbhrj,ij->nbhri", x, lower) for x in (steps, chunks.g - steps))
         differences = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-        decay = jnp.exp(jnp.where(lower, differences, -jnp.inf))
+        decay = jnp.exp(jnp.where(lower > 0, differences, -jnp.inf))
         from_start = jnp.exp(high + low)[..., None]
         to_end = decay[..., -1, :, None]
         if chunks.b is None:
@@ -272,11 +270,20 @@ class Program:
             of_start = of_start + (dk_seen * k[:, :, :, None]).sum(-1)
         # g_t is part of G_i for t <= i, and of G_C - G_j for t > j.
         behind = of_start + of_decay.sum(-1) - of_decay.sum(-2)
-        dg = jax.lax.cumsum(behind, behind.ndim - 1, reverse=True)
-        ahead = jnp.pad(of_end[..., :-1], [*[(0, 0)] * (of_end.ndim - 1), (1, 0)])
-        dg = dg + jnp.cumsum(ahead, -1)
+        dg = _sums("nbhri,ij->nbhrj", behind, _lower(self.chunk))
+        dg = dg + _sums("nbhrj,ij->nbhri", of_end, _lower(self.chunk, -1))
         dg = dg + from_start[..., -1, :] * (dstates * states).sum((-2, -1))[..., None]
         return Chunks(dq, dk, dv, dg, db), before
+
+
+def _lower(size: int, diagonal: int = 0) -> jax.Array:
+    """Returns ones on and below a diagonal, [size, size], and zeros above."""
+    return jnp.tri(size, k=diagonal, dtype=jnp.float32)
+
+
+def _sums(axes: str, x: jax.Array, ones: jax.Array) -> jax.Array:
+    """Returns cumulative sums as a GEMM, which XLA computes once and not in every consumer."""
+    return jnp.einsum(axes, x, ones, precision=jax.lax.Precision.HIGHEST)
 
 
 def _l2_normalised(x: jax.Array) -> jax.Array:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 # Columns of the diagonal blocks that forward substitution inverts.
-BLOCK = 16
+BLOCK = 8
 
 
 def invert_unit_lower(strictly_lower: jax.Array) -> jax.Array:
     """Returns (I + A)^-1 for a strictly lower triangular A [.., C, C] with C a power of two.
 
-    Diagonal blocks of 16 are inverted by forward substitution. Pairs of blocks are then merged:
+    Diagonal blocks of 8 are inverted by forward substitution. Pairs of blocks are then merged:
     the inverse of [[L, 0], [M, R]] is [[L^-1, 0], [-R^-1 M L^-1, R^-1]].
     """
     size = strictly_lower.shape[-1]
