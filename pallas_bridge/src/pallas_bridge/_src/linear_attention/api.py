@@ -13,7 +13,7 @@ from ..bound import Bound
 from ..checks import as_array, check_dtype, check_flag, check_float32, is_traced
 from ..custom_call import vary_alike
 from ..keywords import hinted
-from .program import Options, Program
+from .program import LEAST_LOG_DECAY, Options, Program
 
 SHAPES = {
     "q": "[B, T, H, K]",
@@ -215,7 +215,7 @@ def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, asks_state: bool
     if ids is not None:
         starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))[:, : ids.shape[1]]
         # A decay of 0 starts the state anew.
-        g = jnp.where(starts[..., None], -jnp.inf, g.astype(jnp.float32))
+        g = jnp.where(starts[..., None], LEAST_LOG_DECAY, g.astype(jnp.float32))
     if state is None:
         # Sums over no tokens are 0, and sharded as v is.
         columns = jnp.zeros(q.shape[-1], jnp.float32)
@@ -276,15 +276,20 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
         )
 
 
+# Outside of `jit` too, each is compiled once.
+_forward = jax.jit(Program.forward, static_argnums=0)
+_backward = jax.jit(Program.backward, static_argnums=0)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    o, state, _ = Program.of(options, arrays[0]).forward(*arrays)
+    o, state, _ = _forward(Program.of(options, arrays[0]), *arrays)
     return o, state
 
 
 @partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    o, state, kept = Program.of(options, primals[0]).forward(*primals)
+    o, state, kept = _forward(Program.of(options, primals[0]), *primals)
     moving = [linear.given(one) for one in tangents]
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     residuals = [*primals, kept]
@@ -305,4 +310,4 @@ def _transpose(options: Options, residuals: Any, cotangents: Any) -> Any:
         jnp.zeros_like(like) if one is None else one
         for one, like in zip(cotangents, (v, state), strict=True)
     )
-    return Program.of(options, arrays[0]).backward(arrays, kept, do, dstate)
+    return _backward(Program.of(options, arrays[0]), arrays, kept, do, dstate)

@@ -189,7 +189,7 @@ class Program:
         lower = _lower(self.chunk)
         high, low = (_sums("nbhrj,ij->nbhri", x, lower) for x in (steps, chunks.g - steps))
         differences = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-        decay = jnp.exp(jnp.where(lower > 0, differences, -jnp.inf))
+        decay = jnp.exp(jnp.where(lower > 0, differences, LEAST_LOG_DECAY))
         from_start = jnp.exp(high + low)[..., None]
         to_end = decay[..., -1, :, None]
         if chunks.b is None:

@@ -40,8 +40,7 @@ def _diagonal_blocks(matrix: jax.Array, block: int) -> jax.Array:
 def _substitute(lower: jax.Array) -> jax.Array:
     """Returns (I + A)^-1, row by row."""
     size = lower.shape[-1]
-    identity = jnp.eye(size, dtype=lower.dtype)
-    inverse = jnp.zeros_like(lower) + identity
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
     for row in range(1, size):
         known = (lower[..., row, :row, None] * inverse[..., :row, :]).sum(-2)
         inverse = inverse.at[..., row, :].add(-known)
