@@ -45,7 +45,7 @@ CASES = (
         *HEADS,
         "g: B S H, optional",
         variants=({}, {"scale": 0.5}),
-        gathered="SDE",
+        whole="SDE",
     ),
     case(
         "gated_delta_rule of segments",
@@ -55,6 +55,6 @@ CASES = (
         "g: B S H, optional",
         "segment_ids: B S < C, optional",
         variants=({}, {"scale": 0.5}),
-        gathered="SDE",
+        whole="SDE",
     ),
 )

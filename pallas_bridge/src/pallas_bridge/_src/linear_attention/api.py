@@ -6,9 +6,11 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import linear
+from ..arrays import spec_of
 from ..bound import Bound
 from ..checks import as_array, check_dtype, check_flag, check_float32, is_traced
 from ..custom_call import vary_alike
@@ -268,12 +270,31 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
             check_dtype(name, array)
         elif array.dtype != dtype:
             raise TypeError(f"{name} has dtype {array.dtype}; it must be {jnp.dtype(dtype)}")
+    _check_sharding(arrays)
     g = arrays.get("g")
     if g is not None and not is_traced(g) and g.is_fully_addressable and bool((g > 0).any()):
         raise ValueError(
             f"g has {g.max()}, which is above 0; g is the logarithm of the decay: pass jnp.log(a) "
             "of decays a from 0 to 1"
         )
+
+
+def _check_sharding(arrays: Mapping[str, jax.Array]) -> None:
+    """Checks that explicit axes shard batch and heads alone, and all arrays as they shard v.
+
+    Raises:
+        ValueError: they do not.
+    """
+    batch, _, heads, _ = spec_of(jax.typeof(arrays["v"]))
+    for name, array in arrays.items():
+        axes = SHAPES[name].strip("[]").split(", ")
+        right = [{"B": batch, "H": heads, "H'": heads}.get(axis) for axis in axes]
+        if spec_of(jax.typeof(array)) != right:
+            raise ValueError(
+                f"{name} is sharded as {PartitionSpec(*spec_of(jax.typeof(array)))}; it must be "
+                f"sharded as {PartitionSpec(*right)}, as v by batch and heads alone: call "
+                "jax.sharding.reshard(x, ..) with that first"
+            )
 
 
 # Outside of `jit` too, each is compiled once.

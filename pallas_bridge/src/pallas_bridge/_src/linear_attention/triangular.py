@@ -6,6 +6,8 @@ Unlike a triangular solve of a library, XLA shards these over any mesh and has t
 import jax
 import jax.numpy as jnp
 
+from ..arrays import match_rank
+
 # Columns of the diagonal blocks that forward substitution inverts.
 BLOCK = 8
 
@@ -40,7 +42,8 @@ def _diagonal_blocks(matrix: jax.Array, block: int) -> jax.Array:
 def _substitute(lower: jax.Array) -> jax.Array:
     """Returns (I + A)^-1, row by row."""
     size = lower.shape[-1]
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    inverse = jnp.zeros_like(lower)
+    inverse = inverse + match_rank(jnp.eye(size, dtype=lower.dtype), inverse)
     for row in range(1, size):
         known = (lower[..., row, :row, None] * inverse[..., :row, :]).sum(-2)
         inverse = inverse.at[..., row, :].add(-known)
