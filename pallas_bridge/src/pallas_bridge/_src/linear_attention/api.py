@@ -68,7 +68,7 @@ def linear_attention(
     segment_ids: ArrayLike | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """Causal linear attention with a scalar decay: Mamba-2's state space (Dao and Gu, 2024), RetNet.
+    """Linear attention with a scalar decay: Mamba-2's state space (Dao and Gu, 2024) or RetNet.
 
         S_t = exp(g_t) S_{t-1} + k_t v_t'          of each head, [K, V]
         o_t = scale S_t' q_t
@@ -236,7 +236,7 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
         TypeError: a dtype that is not taken.
         ValueError: shapes that disagree, or a value of g above 0.
     """
-    q, k, v = (arrays[name] for name in "qkv")
+    q, v = arrays["q"], arrays["v"]
     for name, one in (("q", q), ("v", v)):
         check_dtype(name, one)
         if one.ndim != 4:

@@ -17,7 +17,6 @@ columns.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -176,9 +175,7 @@ class Program:
             q, k = _l2_normalised(q), _l2_normalised(k)
         v, g = self._split(v, heads), self._split(g, heads)
         g = jnp.maximum(g, LEAST_LOG_DECAY)
-        return Chunks(
-            q * self.options.scale, k, v, g, None if b is None else self._split(b, heads)
-        )
+        return Chunks(q * self.options.scale, k, v, g, None if b is None else self._split(b, heads))
 
     def _dot(self, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.einsum(axes, x, y, precision=self.precision)
@@ -226,7 +223,7 @@ class Program:
         """Returns the gradients of a group's chunks and of the state before it."""
         dot, (q, k, _, _, b) = self._dot, chunks
         terms = self._terms(chunks)
-        decay, from_start, to_end, kk, inverse = terms
+        decay, from_start, to_end, kk, _ = terms
         _, (states, new, unseen) = self._solve(state, chunks, terms)
         qk = dot("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
         # Through o: of N, and of the state before each chunk.
