@@ -312,7 +312,9 @@ def test_explicit_axes_shard_batch_and_heads(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_memory_of_the_backward_pass(rule: str) -> None:
-    shape = jax.ShapeDtypeStruct((4, 8192, 8, 128), jnp.bfloat16)
+    # XLA of older versions has arrays of a loop in float32 on CPUs, beside those in bfloat16.
+    dtype = jnp.bfloat16 if jax.__version_info__ >= (0, 11) else jnp.float32
+    shape = jax.ShapeDtypeStruct((4, 8192, 8, 128), dtype)
     small = jax.ShapeDtypeStruct((4, 8192, 8), jnp.float32)
     function: Any = linear_attention if rule == "linear" else gated_delta_rule
     arrays = [shape] * 3 + [small] * (1 if rule == "linear" else 2)

@@ -87,7 +87,7 @@ class Program:
     @staticmethod
     def of(options: Options, q: jax.Array) -> "Program":
         """Returns the program for q [B, T, H, K]."""
-        tokens = q.shape[1]
+        tokens: Any = q.shape[1]
         # Products of float32 are not rounded to TF32 or bfloat16, which other dtypes allow.
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         if not isinstance(tokens, int):
@@ -145,7 +145,7 @@ class Program:
 
     def _padded(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Returns arrays with whole groups of tokens, if their number is symbolic."""
-        tokens = arrays[0].shape[1]
+        tokens: Any = arrays[0].shape[1]
         if isinstance(tokens, int):
             return arrays
         whole = self.group * ((tokens + self.group - 1) // self.group)
