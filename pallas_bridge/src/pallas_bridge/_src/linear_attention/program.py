@@ -96,6 +96,9 @@ class Program:
         # The backward pass has about twenty arrays of a group, each half as large as the states of
         # so many chunks: these and the states of all groups together are then about the least.
         count = max(math.isqrt(tokens // (2 * chunk)), 1)
+        if not options.has_b:
+            # Half as many arrays. On GPUs the time is that of starting each group's kernels.
+            count *= 2
         return Program(options, precision, chunk, chunk * count)
 
     def forward(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -197,13 +200,15 @@ class Program:
 
     def _solve(self, state: jax.Array, chunks: Chunks, terms: Terms) -> tuple[jax.Array, Solved]:
         """Returns the state behind a group, and what its chunks have."""
+        if chunks.b is None:
+            added = self._dot("nbhjk,nbhrjv->nbhrkv", chunks.k, terms.to_end * chunks.v)
+            after, states = _decayed_sums(state, added, terms.from_start[..., -1, 0])
+            return after, Solved(states, chunks.v, None)
 
-        def step(state: jax.Array, of_chunk: tuple[Chunks, Terms]) -> Any:
+        def step(state: jax.Array, of_chunk: Any) -> Any:
             (_, k, v, _, b), terms = of_chunk
-            new, unseen = v, None
-            if b is not None and terms.inverse is not None:
-                unseen = v - terms.from_start * self._dot("bhik,bhrkv->bhriv", k, state)
-                new = self._dot("bhrij,bhrjv->bhriv", terms.inverse, b[..., None] * unseen)
+            unseen = v - terms.from_start * self._dot("bhik,bhrkv->bhriv", k, state)
+            new = self._dot("bhrij,bhrjv->bhriv", terms.inverse, b[..., None] * unseen)
             added = self._dot("bhjk,bhrjv->bhrkv", k, terms.to_end * new)
             after = terms.from_start[..., -1:, :] * state + added
             return after, Solved(state, new, unseen)
@@ -233,16 +238,19 @@ class Program:
         def step(dstate: jax.Array, of_chunk: Any) -> Any:
             k, b, (_, from_start, to_end, _, inverse), dnew, through_o = of_chunk
             dnew = dnew + to_end * dot("bhjk,bhrkv->bhrjv", k, dstate)
-            before = from_start[..., -1:, :] * dstate + through_o
-            if inverse is not None:
-                dnew = dot("bhrij,bhriv->bhrjv", inverse, dnew)
-                through_keys = dot("bhik,bhriv->bhrkv", k, b[..., None] * from_start * dnew)
-                before = before - through_keys
+            dnew = dot("bhrij,bhriv->bhrjv", inverse, dnew)
+            through_keys = dot("bhik,bhriv->bhrkv", k, b[..., None] * from_start * dnew)
+            before = from_start[..., -1:, :] * dstate + through_o - through_keys
             return before, (dnew, dstate)
 
-        every = (k, b, terms, dnew, through_o)
         # With b, dnew is from here on the gradient of b (v - exp(G) k S), of which N is made.
-        before, (dnew, dstates) = jax.lax.scan(step, dstate, every, reverse=True)
+        if b is None:
+            whole = from_start[..., -1, 0]
+            before, dstates = _decayed_sums(dstate, through_o, whole, is_reversed=True)
+            dnew = dnew + to_end * dot("nbhjk,nbhrkv->nbhrjv", k, dstates)
+        else:
+            every = (k, b, terms, dnew, through_o)
+            before, (dnew, dstates) = jax.lax.scan(step, dstate, every, reverse=True)
         dscores = dot("nbhriv,nbhrjv->nbhrij", do, new) * decay
         dq_seen = from_start * dot("nbhriv,nbhrkv->nbhrik", do, states)
         dk_added = to_end * dot("nbhrjv,nbhrkv->nbhrjk", new, dstates)
@@ -271,6 +279,25 @@ class Program:
         dg = dg + _sums("nbhrj,ij->nbhri", of_end, _lower(self.chunk, -1))
         dg = dg + from_start[..., -1, :] * (dstates * states).sum((-2, -1))[..., None]
         return Chunks(dq, dk, dv, dg, db), before
+
+
+def _decayed_sums(
+    first: jax.Array, added: jax.Array, decay: jax.Array, *, is_reversed: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the last of x_{n+1} = decay_n x_n + added_n, and every x_n, from x_0 = `first` on.
+
+    Of n b h r k v; decay is n b h r. With `is_reversed` n runs backwards.
+    """
+
+    def step(x: jax.Array, of_chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        added, decay = of_chunk
+        return decay[..., None, None] * x + added, x
+
+    # Unrolled, XLA makes few kernels of all steps.
+    found: tuple[jax.Array, jax.Array] = jax.lax.scan(
+        step, first, (added, decay), reverse=is_reversed, unroll=True
+    )
+    return found
 
 
 def _lower(size: int, diagonal: int = 0) -> jax.Array:
