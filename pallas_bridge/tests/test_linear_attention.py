@@ -310,8 +310,8 @@ def test_explicit_axes_shard_batch_and_heads(rng: np.random.Generator) -> None:
             )
 
 
-@pytest.mark.parametrize("rule", ["linear", "delta"])
-def test_memory_of_the_backward_pass(rule: str) -> None:
+@pytest.mark.parametrize(("rule", "most"), [("linear", 300), ("delta", 200)])
+def test_memory_of_the_backward_pass(rule: str, most: int) -> None:
     # XLA of older versions has arrays of a loop in float32 on CPUs, beside those in bfloat16.
     dtype = jnp.bfloat16 if jax.__version_info__ >= (0, 11) else jnp.float32
     shape = jax.ShapeDtypeStruct((4, 8192, 8, 128), dtype)
@@ -323,7 +323,7 @@ def test_memory_of_the_backward_pass(rule: str) -> None:
         return jax.vjp(function, *given[:-1])[1](given[-1])
 
     program = jax.jit(gradients).lower(*arrays, shape).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 200 << 20
+    assert program.memory_analysis().temp_size_in_bytes < most << 20
 
 
 def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
