@@ -195,14 +195,14 @@ def gated_delta_rule(
     return _run(given | more, scale, is_normalised, return_final_state)
 
 
-def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, asks_state: bool) -> Any:
+def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, returns_state: bool) -> Any:
     """Returns o, and the final state if it is asked for.
 
     Raises:
         TypeError: a dtype that is not taken.
         ValueError: shapes that disagree, or a value of g above 0.
     """
-    asks_state = check_flag("return_final_state", asks_state)
+    returns_state = check_flag("return_final_state", returns_state)
     optional = ("g", "initial_state", "segment_ids")
     arrays = {
         name: as_array(name, one, SHAPES[name])
@@ -222,11 +222,11 @@ def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, asks_state: bool
         # Sums over no tokens are 0, and sharded as v is.
         columns = jnp.zeros(q.shape[-1], jnp.float32)
         state = jnp.einsum("bthv,k->bhkv", v[:, :0].astype(jnp.float32), columns)
-    options = Options(check_float32("scale", scale, is_positive=False), l2_norm, "b" in arrays)
-    tokens = [q, arrays["k"], v, g, *([arrays["b"]] if options.has_b else [])]
+    options = Options(check_float32("scale", scale, is_positive=False), l2_norm)
+    tokens = [q, arrays["k"], v, g, *([arrays["b"]] if "b" in arrays else [])]
     # Within `shard_map`, the transpose of this is the sum over devices for shared arrays.
     o, state = _attend(options, *vary_alike([*tokens, state]))
-    return (o, state) if asks_state else o
+    return (o, state) if returns_state else o
 
 
 def _check(arrays: Mapping[str, jax.Array]) -> None:
@@ -242,19 +242,19 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
         if one.ndim != 4:
             raise ValueError(f"{name} has shape {one.shape}; it must be {SHAPES[name]}")
     batch, tokens, heads, width = q.shape
-    heads_of_v, columns = v.shape[2:]
-    if v.shape[:2] != (batch, tokens) or heads == 0 or heads_of_v % heads:
+    value_heads, columns = v.shape[2:]
+    if v.shape[:2] != (batch, tokens) or heads == 0 or value_heads % heads:
         raise ValueError(
             f"v has shape {v.shape} and q {q.shape}; v must be [{batch}, {tokens}, H', V], with H' "
             f"a multiple of {heads}"
         )
-    of_tokens = (batch, tokens, heads_of_v)
+    token_shape = (batch, tokens, value_heads)
     right: dict[str, tuple[tuple[Any, ...], Any]] = {
         "k": (q.shape, q.dtype),
         "v": (v.shape, q.dtype),
-        "g": (of_tokens, None),
-        "b": (of_tokens, None),
-        "initial_state": ((batch, heads_of_v, width, columns), jnp.float32),
+        "g": (token_shape, None),
+        "b": (token_shape, None),
+        "initial_state": ((batch, value_heads, width, columns), jnp.float32),
         "segment_ids": ((batch, tokens), jnp.int32),
     }
     for name, (shape, dtype) in right.items():
@@ -304,16 +304,16 @@ _backward = jax.jit(Program.backward, static_argnums=0)
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    o, state, _ = _forward(Program.of(options, arrays[0]), *arrays)
+    o, state, _ = _forward(Program.of(options, arrays), *arrays)
     return o, state
 
 
 @partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    o, state, kept = _forward(Program.of(options, primals[0]), *primals)
+    o, state, saved = _forward(Program.of(options, primals), *primals)
     moving = [linear.given(one) for one in tangents]
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
-    residuals = [*primals, kept]
+    residuals = [*primals, saved]
     return (o, state), tuple(linear.bind(apply, transpose, residuals, moving, [o, state]))
 
 
@@ -325,10 +325,10 @@ def _apply(options: Options, residuals: Any, tangents: Any) -> Any:
 def _transpose(options: Options, residuals: Any, cotangents: Any) -> Any:
     if all(one is None for one in cotangents):
         return [None] * (len(residuals) - 1)
-    *arrays, kept = residuals
+    *arrays, saved = residuals
     v, state = arrays[2], arrays[-1]
     do, dstate = (
         jnp.zeros_like(like) if one is None else one
         for one, like in zip(cotangents, (v, state), strict=True)
     )
-    return _backward(Program.of(options, arrays[0]), arrays, kept, do, dstate)
+    return _backward(Program.of(options, arrays), arrays, saved, do, dstate)

@@ -31,6 +31,8 @@ CHUNK = 64
 SYMBOLIC_GROUP = 4
 # exp of it is 0 in float32.
 LEAST_LOG_DECAY = -128.0
+# Arrays of the delta rule, one more than those of linear attention.
+DELTA_ARRAYS = 6
 # Multiples of 1 / 1024 down to -128 have exact sums over a chunk.
 STEPS = 1024.0
 # As Qwen3-Next and flash-linear-attention have it.
@@ -39,11 +41,10 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call; its arrays are q, k, v, g, b if there is one, and a state."""
+    """The options of a call. Its arrays are q, k, v, g, b for the delta rule, and a state."""
 
     scale: float
     l2_norm: bool
-    has_b: bool
 
 
 class Chunks(NamedTuple):
@@ -85,18 +86,19 @@ class Program:
     group: int
 
     @staticmethod
-    def of(options: Options, q: jax.Array) -> "Program":
-        """Returns the program for q [B, T, H, K]."""
+    def of(options: Options, arrays: Any) -> "Program":
+        """Returns the program for the arrays of a call."""
+        q, *_ = arrays
         tokens: Any = q.shape[1]
-        # Products of float32 are not rounded to TF32 or bfloat16, which other dtypes allow.
+        # GEMMs of float32 are not rounded to TF32 or bfloat16. Other dtypes have been rounded more.
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         if not isinstance(tokens, int):
             return Program(options, precision, CHUNK, SYMBOLIC_GROUP * CHUNK)
         chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
-        # The backward pass has about twenty arrays of a group, each half as large as the states of
-        # so many chunks: these and the states of all groups together are then about the least.
+        # Larger groups are faster, and fewer states are saved, one a group. The backward pass has
+        # some twenty arrays of a group: about as much memory as all states.
         count = max(math.isqrt(tokens // (2 * chunk)), 1)
-        if not options.has_b:
+        if len(arrays) < DELTA_ARRAYS:
             # Half as many arrays. On GPUs the time is that of starting each group's kernels.
             count *= 2
         return Program(options, precision, chunk, chunk * count)
@@ -110,21 +112,21 @@ class Program:
         state = self._by_heads(state, tokens[0])
 
         def body(first: Any, count: int, carry: Any) -> Any:
-            o, kept, state = carry
-            kept = jax.lax.dynamic_update_index_in_dim(kept, state, first // self.group, 0)
+            o, saved, state = carry
+            saved = jax.lax.dynamic_update_index_in_dim(saved, state, first // self.group, 0)
             chunks = self._load(*_rows(tokens, first, count))
             terms = self._terms(chunks)
             state, solved = self._solve(state, chunks, terms)
             found = self._outputs(chunks, terms, solved)
-            return _put(o, _as_rows(found, count), first), kept, state
+            return _put(o, _as_rows(found, count), first), saved, state
 
-        kept = jnp.broadcast_to(_zeros(state), (-(-size // self.group), *state.shape))
-        carry = (_zeros(tokens[2]), kept, state)
-        o, kept, state = for_each_chunk(size, self.group, body, carry)
-        return o[:, :length], state.reshape(arrays[-1].shape), kept
+        saved = jnp.broadcast_to(_zeros(state), (-(-size // self.group), *state.shape))
+        carry = (_zeros(tokens[2]), saved, state)
+        o, saved, state = for_each_chunk(size, self.group, body, carry)
+        return o[:, :length], state.reshape(arrays[-1].shape), saved
 
     def backward(
-        self, arrays: Any, kept: jax.Array, do: jax.Array, dstate: jax.Array
+        self, arrays: Any, saved: jax.Array, do: jax.Array, dstate: jax.Array
     ) -> list[jax.Array]:
         """Returns the gradients of arrays, from those of o and of the final state."""
         *tokens, _ = arrays
@@ -137,7 +139,7 @@ class Program:
             chunks, pull = jax.vjp(self._load, *_rows(tokens, first, count))
             (rows,) = _rows([do], first, count)
             heads = chunks.k.shape[2]
-            state = jax.lax.dynamic_index_in_dim(kept, first // self.group, 0, keepdims=False)
+            state = jax.lax.dynamic_index_in_dim(saved, first // self.group, 0, keepdims=False)
             found, dstate = self._gradients(chunks, state, self._split(rows, heads), dstate)
             pairs = zip(gradients, pull(found), strict=True)
             return [_put(one, part, first) for one, part in pairs], dstate
@@ -184,7 +186,7 @@ class Program:
         return jnp.einsum(axes, x, y, precision=self.precision)
 
     def _terms(self, chunks: Chunks) -> Terms:
-        # Multiples of 1 / 1024 have exact sums. So small differences of large sums are exact too.
+        # Sums of multiples of 1 / 1024 are exact, so that small differences of large ones are too.
         steps = jnp.round(chunks.g * STEPS) / STEPS
         lower = _lower(self.chunk)
         high, low = (_sums("nbhrj,ij->nbhri", x, lower) for x in (steps, chunks.g - steps))
@@ -205,8 +207,8 @@ class Program:
             after, states = _decayed_sums(state, added, terms.from_start[..., -1, 0])
             return after, Solved(states, chunks.v, None)
 
-        def step(state: jax.Array, of_chunk: Any) -> Any:
-            (_, k, v, _, b), terms = of_chunk
+        def step(state: jax.Array, xs: Any) -> Any:
+            (_, k, v, _, b), terms = xs
             unseen = v - terms.from_start * self._dot("bhik,bhrkv->bhriv", k, state)
             new = self._dot("bhrij,bhrjv->bhriv", terms.inverse, b[..., None] * unseen)
             added = self._dot("bhjk,bhrjv->bhrkv", k, terms.to_end * new)
@@ -231,54 +233,63 @@ class Program:
         decay, from_start, to_end, kk, _ = terms
         _, (states, new, unseen) = self._solve(state, chunks, terms)
         qk = dot("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
-        # Through o: of N, and of the state before each chunk.
-        dnew = dot("nbhrij,nbhriv->nbhrjv", qk * decay, do)
-        through_o = dot("nbhik,nbhriv->nbhrkv", q, from_start * do)
-
-        def step(dstate: jax.Array, of_chunk: Any) -> Any:
-            k, b, (_, from_start, to_end, _, inverse), dnew, through_o = of_chunk
-            dnew = dnew + to_end * dot("bhjk,bhrkv->bhrjv", k, dstate)
-            dnew = dot("bhrij,bhriv->bhrjv", inverse, dnew)
-            through_keys = dot("bhik,bhriv->bhrkv", k, b[..., None] * from_start * dnew)
-            before = from_start[..., -1:, :] * dstate + through_o - through_keys
-            return before, (dnew, dstate)
-
-        # With b, dnew is from here on the gradient of b (v - exp(G) k S), of which N is made.
-        if b is None:
-            whole = from_start[..., -1, 0]
-            before, dstates = _decayed_sums(dstate, through_o, whole, is_reversed=True)
-            dnew = dnew + to_end * dot("nbhjk,nbhrkv->nbhrjv", k, dstates)
-        else:
-            every = (k, b, terms, dnew, through_o)
-            before, (dnew, dstates) = jax.lax.scan(step, dstate, every, reverse=True)
+        before, dstates, dnew = self._solve_transposed(chunks, terms, qk * decay, do, dstate)
         dscores = dot("nbhriv,nbhrjv->nbhrij", do, new) * decay
+        dqk = dscores.sum(3)
         dq_seen = from_start * dot("nbhriv,nbhrkv->nbhrik", do, states)
         dk_added = to_end * dot("nbhrjv,nbhrkv->nbhrjk", new, dstates)
-        of_pairs = dscores.sum(3)
-        dq = dq_seen.sum(3) + dot("nbhij,nbhjk->nbhik", of_pairs, k)
-        dk = dk_added.sum(3) + dot("nbhij,nbhik->nbhjk", of_pairs, q)
-        # Of G: of each D_ij with i > j, exp(G_i) and exp(G_C - G_j) with C > j, times these. Those
-        # of i = j and j = C are exp(0), and cancel: they would leave rounding.
-        of_decay = jnp.tril(dscores * qk, -1)
-        of_start = (dq_seen * q[:, :, :, None]).sum(-1)
-        of_end = (dk_added * k[:, :, :, None]).sum(-1)
+        dq = dq_seen.sum(3) + dot("nbhij,nbhjk->nbhik", dqk, k)
+        dk = dk_added.sum(3) + dot("nbhij,nbhik->nbhjk", dqk, q)
+        # Gradients of the exponents G_i - G_j, G_i and G_C - G_j. The first and the last are 0
+        # where i = j and j = C: these gradients are left out, as they cancel but for rounding.
+        dexponent = jnp.tril(dscores * qk, -1)
+        dexponent_start = (dq_seen * q[:, :, :, None]).sum(-1)
+        dexponent_end = (dk_added * k[:, :, :, None]).sum(-1)
         dv, db = dnew, None
         if b is not None and kk is not None and unseen is not None:
             dlower = -dot("nbhriv,nbhrjv->nbhrij", dnew, new)
             db = (dlower * kk).sum(-1) + (dnew * unseen).sum(-1)
-            of_decay = of_decay + b[..., None] * dlower * kk
+            dexponent = dexponent + b[..., None] * dlower * kk
             dkk = jnp.tril(b[..., None] * dlower * decay, -1).sum(3)
             dk = dk + dot("nbhij,nbhjk->nbhik", dkk + dkk.swapaxes(-1, -2), k)
             dv = b[..., None] * dnew
             dk_seen = -from_start * dot("nbhriv,nbhrkv->nbhrik", dv, states)
             dk = dk + dk_seen.sum(3)
-            of_start = of_start + (dk_seen * k[:, :, :, None]).sum(-1)
-        # g_t is part of G_i for t <= i, and of G_C - G_j for t > j.
-        behind = of_start + of_decay.sum(-1) - of_decay.sum(-2)
-        dg = _sums("nbhri,ij->nbhrj", behind, _lower(self.chunk))
-        dg = dg + _sums("nbhrj,ij->nbhri", of_end, _lower(self.chunk, -1))
+            dexponent_start = dexponent_start + (dk_seen * k[:, :, :, None]).sum(-1)
+        # g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
+        dsum = dexponent_start + dexponent.sum(-1) - dexponent.sum(-2)
+        dg = _sums("nbhri,ij->nbhrj", dsum, _lower(self.chunk))
+        dg = dg + _sums("nbhrj,ij->nbhri", dexponent_end, _lower(self.chunk, -1))
         dg = dg + from_start[..., -1, :] * (dstates * states).sum((-2, -1))[..., None]
         return Chunks(dq, dk, dv, dg, db), before
+
+    def _solve_transposed(
+        self, chunks: Chunks, terms: Terms, scores: jax.Array, do: jax.Array, dstate: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of the state before a group, of those behind chunks, and of N.
+
+        With b, the last is the gradient of b (v - exp(G) k S), from which N is solved.
+        """
+        dot = self._dot
+
+        def step(dstate: jax.Array, xs: Any) -> Any:
+            (_, k, _, _, b), (_, from_start, to_end, _, inverse), dnew, dseen = xs
+            dnew = dnew + to_end * dot("bhjk,bhrkv->bhrjv", k, dstate)
+            dnew = dot("bhrij,bhriv->bhrjv", inverse, dnew)
+            dunseen = b[..., None] * from_start * dnew
+            before = from_start[..., -1:, :] * dstate + dseen
+            return before - dot("bhik,bhriv->bhrkv", k, dunseen), (dnew, dstate)
+
+        dnew = dot("nbhrij,nbhriv->nbhrjv", scores, do)
+        dseen = dot("nbhik,nbhriv->nbhrkv", chunks.q, terms.from_start * do)
+        if chunks.b is None:
+            whole = terms.from_start[..., -1, 0]
+            before, dstates = _decayed_sums(dstate, dseen, whole, is_reversed=True)
+            added = dot("nbhjk,nbhrkv->nbhrjv", chunks.k, dstates)
+            return before, dstates, dnew + terms.to_end * added
+        xs = (chunks, terms, dnew, dseen)
+        before, (dnew, dstates) = jax.lax.scan(step, dstate, xs, reverse=True)
+        return before, dstates, dnew
 
 
 def _decayed_sums(
@@ -289,8 +300,8 @@ def _decayed_sums(
     Of n b h r k v; decay is n b h r. With `is_reversed` n runs backwards.
     """
 
-    def step(x: jax.Array, of_chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        added, decay = of_chunk
+    def step(x: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        added, decay = xs
         return decay[..., None, None] * x + added, x
 
     # Unrolled, XLA makes few kernels of all steps.
