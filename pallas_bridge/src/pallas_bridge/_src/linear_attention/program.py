@@ -167,6 +167,8 @@ class Program:
         chunks = -(-tokens // self.chunk)
         x = jnp.pad(x, [(0, 0), (0, chunks * self.chunk - tokens), *[(0, 0)] * (x.ndim - 2)])
         by = (every,) if heads is None else (heads, every // heads)
+        # Of explicitly sharded arrays, older versions of JAX split and merge one axis at a time.
+        x = x.reshape(batch, chunks * self.chunk, *by, *rest)
         x = x.reshape(batch, chunks, self.chunk, *by, *rest).astype(jnp.float32)
         return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(by)), 1, 0)
 
@@ -197,7 +199,7 @@ class Program:
         if chunks.b is None:
             return Terms(decay, from_start, to_end, None, None)
         kk = self._dot("nbhik,nbhjk->nbhij", chunks.k, chunks.k)[:, :, :, None]
-        kk = jnp.tril(kk * decay, -1)
+        kk = _strictly_lower(kk * decay)
         return Terms(decay, from_start, to_end, kk, invert_unit_lower(chunks.b[..., None] * kk))
 
     def _solve(self, state: jax.Array, chunks: Chunks, terms: Terms) -> tuple[jax.Array, Solved]:
@@ -242,7 +244,7 @@ class Program:
         dk = dk_added.sum(3) + dot("nbhij,nbhik->nbhjk", dqk, q)
         # Gradients of the exponents G_i - G_j, G_i and G_C - G_j. The first and the last are 0
         # where i = j and j = C: these gradients are left out, as they cancel but for rounding.
-        dexponent = jnp.tril(dscores * qk, -1)
+        dexponent = _strictly_lower(dscores * qk)
         dexponent_start = (dq_seen * q[:, :, :, None]).sum(-1)
         dexponent_end = (dk_added * k[:, :, :, None]).sum(-1)
         dv, db = dnew, None
@@ -250,7 +252,7 @@ class Program:
             dlower = -dot("nbhriv,nbhrjv->nbhrij", dnew, new)
             db = (dlower * kk).sum(-1) + (dnew * unseen).sum(-1)
             dexponent = dexponent + b[..., None] * dlower * kk
-            dkk = jnp.tril(b[..., None] * dlower * decay, -1).sum(3)
+            dkk = _strictly_lower(b[..., None] * dlower * decay).sum(3)
             dk = dk + dot("nbhij,nbhjk->nbhik", dkk + dkk.swapaxes(-1, -2), k)
             dv = b[..., None] * dnew
             dk_seen = -from_start * dot("nbhriv,nbhrkv->nbhrik", dv, states)
@@ -316,6 +318,11 @@ def _lower(size: int, diagonal: int = 0) -> jax.Array:
     return jnp.tri(size, k=diagonal, dtype=jnp.float32)
 
 
+def _strictly_lower(x: jax.Array) -> jax.Array:
+    """Returns x [.., size, size] with zeros on and above the diagonal."""
+    return jnp.where(_lower(x.shape[-1], -1) > 0, x, 0.0)
+
+
 def _sums(axes: str, x: jax.Array, ones: jax.Array) -> jax.Array:
     """Returns cumulative sums as a GEMM, which XLA computes once and not in every consumer."""
     return jnp.einsum(axes, x, ones, precision=jax.lax.Precision.HIGHEST)
@@ -347,5 +354,5 @@ def _put(array: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
 def _as_rows(x: jax.Array, count: int) -> jax.Array:
     """Returns n b h r i v as [B, t, H', V], of the first `count` tokens."""
     chunks, batch, heads, shared, tokens, columns = x.shape
-    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * tokens, heads * shared, columns)
-    return x[:, :count]
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * tokens, heads, shared, columns)
+    return x.reshape(batch, chunks * tokens, heads * shared, columns)[:, :count]
