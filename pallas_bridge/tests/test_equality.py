@@ -39,8 +39,8 @@ def test_no_field_is_left_out_of_a_comparison() -> None:
         assert all(one.compare for one in dataclasses.fields(kind)), kind
 
 
-@pytest.fixture(scope="module", autouse=True)
-def garbage_is_of_these_tests() -> None:
+@pytest.fixture(autouse=True)
+def garbage_is_of_this_test() -> None:
     """Has the garbage collector pass over what JAX and other tests hold."""
     gc.collect()
     gc.freeze()

@@ -42,6 +42,7 @@ from ._src.fp8_quantize.api import (
 )
 from ._src.implementations import Info, PlatformInfo, info
 from ._src.library import LibraryError, get_include, get_library
+from ._src.linear_attention.api import gated_delta_rule, linear_attention
 from ._src.linear_cross_entropy.api import (
     explain,
     linear_cross_entropy,
@@ -73,6 +74,7 @@ __all__ = [
     "flash_attention",
     "fp8_dequantize",
     "fp8_quantize",
+    "gated_delta_rule",
     "geglu",
     "gelu",
     "generation",
@@ -80,6 +82,7 @@ __all__ = [
     "get_library",
     "info",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "linear_cross_entropy_value_and_grad",

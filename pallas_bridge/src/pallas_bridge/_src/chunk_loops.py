@@ -37,17 +37,30 @@ def is_one_chunk(chunk: int, total: Any) -> bool:
     return isinstance(total, int) and chunk >= total
 
 
-def for_each_chunk(total: Any, chunk: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+def for_each_chunk(
+    total: Any,
+    chunk: int,
+    body: Callable[[Any, int, Any], Any],
+    carry: Any,
+    *,
+    is_reversed: bool = False,
+) -> Any:
     """Applies body(first, count, carry) to every chunk, the last of which may be shorter.
 
     A symbolic total is a multiple of the chunk.
     """
     whole, rest = divmod(total, chunk)
+    if rest and is_reversed:
+        carry = body(whole * chunk, rest, carry)
     if whole == 1:
         carry = body(0, chunk, carry)
     elif whole:
-        carry = jax.lax.fori_loop(0, whole, lambda n, one: body(n * chunk, chunk, one), carry)
-    return body(whole * chunk, rest, carry) if rest else carry
+
+        def run(n: Any, carry: Any) -> Any:
+            return body((whole - 1 - n if is_reversed else n) * chunk, chunk, carry)
+
+        carry = jax.lax.fori_loop(0, whole, run, carry)
+    return body(whole * chunk, rest, carry) if rest and not is_reversed else carry
 
 
 def slice_rows(first: Any, count: int, *arrays: Any) -> tuple[Any, ...]:

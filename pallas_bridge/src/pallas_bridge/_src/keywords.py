@@ -36,6 +36,11 @@ OTHERS = {
     "key_value_seq_lengths": "kv_lengths kv_seqlen kv_seqlens cache_seqlens seqused_k",
     "q_cumulative": "cu_seqlens cu_seqlens_q cu_seq_q",
     "kv_cumulative": "cu_seqlens_k cu_seqlens_kv cu_seq_k",
+    "g": "gk log_decay decay gate",
+    "b": "beta betas",
+    "qk_l2_norm": "use_qk_l2norm_in_kernel qk_l2norm l2_norm",
+    "initial_state": "initial_states recurrent_state",
+    "return_final_state": "output_final_state return_final_states",
     "sinks": "sink s_aux attention_sinks learnable_sink",
     "dropout_rate": "dropout dropout_p attention_dropout",
     "return_lse": "return_residual return_residuals save_residuals return_softmax_lse "
