@@ -11,6 +11,8 @@ from ..checks import as_array, check_number, is_traced
 from ..keywords import hinted
 
 Array = jax.Array
+# Bits of a logit that a pass of `_keep_largest` finds.
+BITS = 3
 
 
 class Sampling(NamedTuple):
@@ -133,19 +135,22 @@ def truncate(logits: Array, options: Sampling) -> Array:
 def _keep_largest(logits: Array, weights: Array, wanted: ArrayLike) -> Array:
     """Keeps the fewest of the largest logits whose weights sum to at least `wanted`, [B] or [].
 
-    Logits that equal the least of them are kept too, and all where no sum is enough. Bisects over
-    the bits of that least logit, which is at most 0: 31 sums and no sort.
+    Logits that equal the least of them are kept too, and all where no sum is enough. Searches the
+    31 bits of that least logit, which is at most 0, `BITS` at a time: a pass over the logits sums
+    for all values of these bits, and nothing is sorted.
     """
     # Floats at most 0 order as the complement of their magnitude's bits.
     order = 2**31 - 1 - jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
-
-    def halve(step: Array, least: Array) -> Array:
-        middle = least | (2**30 >> step)
-        total = jnp.where(order >= middle[:, None], weights, 0.0).sum(1)
-        return jnp.where(total >= wanted, middle, least)
-
-    none = jnp.zeros(logits.shape[0], jnp.int32)
-    least = jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), halve, none)
+    wanted = jnp.broadcast_to(jnp.asarray(wanted, jnp.float32), logits.shape[:1])
+    least = jnp.zeros(logits.shape[0], jnp.int32)
+    for shift in range(31 - 31 % BITS, -1, -BITS):
+        count = 1 << min(BITS, 31 - shift)
+        tried = least[:, None] + (jnp.arange(1, count, dtype=jnp.int32) << shift)
+        is_kept = order[:, None] >= tried[:, :, None]
+        totals = jnp.where(is_kept, weights[:, None], 0.0).sum(2)
+        # The larger what is tried, the smaller its total.
+        enough = (totals >= wanted[:, None]).sum(1, dtype=jnp.int32)
+        least = least + (enough << shift)
     return jnp.where(order >= least[:, None], logits, -jnp.inf)
 
 
