@@ -162,7 +162,7 @@ def gated_delta_rule(
         S_t = exp(g_t) (I - b_t k_t k_t') S_{t-1} + b_t k_t v_t'       of each head, [K, V]
         o_t = scale S_t' q_t
 
-    Where b |k|^2 is above 2, the state grows. Everything else is as for `linear_attention`.
+    Where b k_t' k_t is above 2, the state grows. Everything else is as for `linear_attention`.
 
     Args:
       q: [B, T, H, K] in bfloat16, float16 or float32.
