@@ -145,7 +145,7 @@ def _keep_largest(logits: Array, weights: Array, wanted: ArrayLike) -> Array:
     least = jnp.zeros(logits.shape[0], jnp.int32)
     for shift in range(31 - 31 % BITS, -1, -BITS):
         count = 1 << min(BITS, 31 - shift)
-        tried = least[:, None] + (jnp.arange(1, count, dtype=jnp.int32) << shift)
+        tried = least[:, None] + (jnp.arange(1, count, dtype=jnp.int32) << shift)[None]
         is_kept = order[:, None] >= tried[:, :, None]
         totals = jnp.where(is_kept, weights[:, None], 0.0).sum(2)
         # The larger what is tried, the smaller its total.
