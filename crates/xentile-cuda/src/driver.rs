@@ -135,6 +135,9 @@ pub(crate) enum KernelAttribute {
     WideClusters = abi::WIDE_CLUSTERS,
 }
 
+/// An attribute of a launch: its number and its values.
+type Attribute = (c_uint, [c_uint; 3]);
+
 /// The extents of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
@@ -152,15 +155,18 @@ pub(crate) struct Extent {
 impl Extent {
     /// Calls `body` with the launch configuration.
     fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
-        let cluster = self.cluster.map(|ctas| (abi::CLUSTER_DIMENSION, [ctas, 1, 1]));
-        self.with_attribute(stream, cluster, body)
+        self.with_attribute(stream, self.cluster_attribute(), body)
+    }
+
+    fn cluster_attribute(self) -> Option<Attribute> {
+        self.cluster.map(|ctas| (abi::CLUSTER_DIMENSION, [ctas, 1, 1]))
     }
 
     /// Calls `body` with the launch configuration and one more attribute.
     fn with_attribute<R>(
         self,
         stream: RawStream,
-        attribute: Option<(c_uint, [c_uint; 3])>,
+        attribute: Option<Attribute>,
         body: impl FnOnce(&LaunchConfig) -> R,
     ) -> R {
         let (id, values) = attribute.unwrap_or_default();
@@ -488,11 +494,8 @@ impl Driver {
         stream: RawStream,
         arguments: &A,
     ) -> Result<()> {
-        let code = extent.with_config(stream, |config| {
-            // SAFETY: passed on from this function's contract.
-            unsafe { self.launch_with(config, kernel, arguments) }
-        });
-        self.check("cuLaunchKernelEx", code)
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_with(extent.cluster_attribute(), kernel, extent, stream, arguments) }
     }
 
     /// Launches a kernel that may start before the previous kernel ends, and waits for it with
@@ -508,11 +511,8 @@ impl Driver {
         arguments: &A,
     ) -> Result<()> {
         let early = Some((abi::PROGRAMMATIC_SERIALIZATION, [1, 0, 0]));
-        let code = extent.with_attribute(stream, early, |config| {
-            // SAFETY: passed on from this function's contract.
-            unsafe { self.launch_with(config, kernel, arguments) }
-        });
-        self.check("cuLaunchKernelEx", code)
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_with(early, kernel, extent, stream, arguments) }
     }
 
     /// Launches a kernel all of whose CTAs run at once; where there is no room for them it fails.
@@ -527,19 +527,26 @@ impl Driver {
         arguments: &A,
     ) -> Result<()> {
         let cooperative = Some((abi::COOPERATIVE, [1, 0, 0]));
-        let code = extent.with_attribute(stream, cooperative, |config| {
-            // SAFETY: passed on from this function's contract.
-            unsafe { self.launch_with(config, kernel, arguments) }
-        });
-        self.check("cuLaunchKernelEx", code)
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch_with(cooperative, kernel, extent, stream, arguments) }
     }
 
     /// # Safety
     /// As for [`launch`](Self::launch).
-    unsafe fn launch_with<A>(&self, config: &LaunchConfig, kernel: Kernel, arguments: &A) -> Code {
+    unsafe fn launch_with<A>(
+        &self,
+        attribute: Option<Attribute>,
+        kernel: Kernel,
+        extent: Extent,
+        stream: RawStream,
+        arguments: &A,
+    ) -> Result<()> {
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
-        // SAFETY: passed on from this function's contract. The driver copies the struct.
-        unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
+        let code = extent.with_attribute(stream, attribute, |config| {
+            // SAFETY: passed on from this function's contract. The driver copies the struct.
+            unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
+        });
+        self.check("cuLaunchKernelEx", code)
     }
 }
 
