@@ -114,6 +114,25 @@ def check_dtype(name: str, array: jax.Array, else_where: str = "") -> None:
         )
 
 
+def check_operand(
+    name: str, array: jax.Array, shape: tuple[Any, ...], dtype: Any, dims: str, of: str
+) -> None:
+    """Checks the shape of an array, `dims` for others `of` a call, and its dtype; None for floats.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+    """
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}; it must be {dims}, which is {shape} for {of}"
+        )
+    if dtype is None:
+        check_dtype(name, array)
+    elif array.dtype != dtype:
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be {jnp.dtype(dtype)}")
+
+
 def cast_hint(array: jax.Array) -> str:
     """Returns what to do of an array of float64; nothing of others."""
     return ": cast it, .astype(jnp.float32)" if array.dtype == jnp.float64 else ""

@@ -9,7 +9,14 @@ from jax.typing import ArrayLike
 
 from .. import linear
 from ..bound import Bound
-from ..checks import REFERENCE_TAKES_OTHERS, as_array, check_dtype, check_flag, check_float
+from ..checks import (
+    REFERENCE_TAKES_OTHERS,
+    as_array,
+    check_dtype,
+    check_flag,
+    check_float,
+    check_operand,
+)
 from ..custom_call import bind, declared_call, vary_alike
 from ..exporting import DTYPES, Cell, Exports, Program, checked, flag, weight_dtype_of
 from ..implementations import choose
@@ -154,17 +161,10 @@ def _check(arrays: dict[str, jax.Array]) -> None:
         "state": ((*leading, weight.shape[1] - 1, channels), x.dtype),
         "segments": ((*leading, tokens), jnp.int32),
     }
+    of = f"x of shape {x.shape} and weight of shape {weight.shape}"
     for name, (shape, dtype) in right.items():
-        array = arrays.get(name)
-        if array is None:
-            continue
-        if array.shape != shape:
-            raise ValueError(
-                f"{NAMES[name]} has shape {array.shape}; it must be {SHAPES[name]}, which is "
-                f"{shape} for x of shape {x.shape} and weight of shape {weight.shape}"
-            )
-        if array.dtype != dtype:
-            raise TypeError(f"{NAMES[name]} has dtype {array.dtype}; it must be {dtype}")
+        if name in arrays:
+            check_operand(NAMES[name], arrays[name], shape, dtype, SHAPES[name], of)
 
 
 def _final_state(options: Options, arrays: dict[str, jax.Array]) -> jax.Array:

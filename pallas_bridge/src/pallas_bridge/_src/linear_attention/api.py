@@ -12,7 +12,14 @@ from jax.typing import ArrayLike
 from .. import linear
 from ..arrays import spec_of
 from ..bound import Bound
-from ..checks import as_array, check_dtype, check_flag, check_float32, is_traced
+from ..checks import (
+    as_array,
+    check_dtype,
+    check_flag,
+    check_float32,
+    check_operand,
+    is_traced,
+)
 from ..custom_call import vary_alike
 from ..keywords import hinted
 from .program import LEAST_LOG_DECAY, Options, Program
@@ -257,19 +264,10 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
         "initial_state": ((batch, value_heads, width, columns), jnp.float32),
         "segment_ids": ((batch, tokens), jnp.int32),
     }
+    of = f"q of shape {q.shape} and v of shape {v.shape}"
     for name, (shape, dtype) in right.items():
-        array = arrays.get(name)
-        if array is None:
-            continue
-        if array.shape != shape:
-            raise ValueError(
-                f"{name} has shape {array.shape}; it must be {SHAPES[name]}, which is {shape} for "
-                f"q of shape {q.shape} and v of shape {v.shape}"
-            )
-        if dtype is None:
-            check_dtype(name, array)
-        elif array.dtype != dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be {jnp.dtype(dtype)}")
+        if name in arrays:
+            check_operand(name, arrays[name], shape, dtype, SHAPES[name], of)
     _check_sharding(arrays)
     g = arrays.get("g")
     if g is not None and not is_traced(g) and g.is_fully_addressable and bool((g > 0).any()):
