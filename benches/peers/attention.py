@@ -68,10 +68,10 @@ def programs_of(
     batch, tokens, heads, kv_heads, columns = shape
     keys = jax.random.split(jax.random.key(0), 4)
     values = options.get("value_columns", columns)
-    of_heads = ((heads, columns), (kv_heads, columns), (kv_heads, values), (heads, values))
+    shapes = ((heads, columns), (kv_heads, columns), (kv_heads, values), (heads, values))
     *arrays, dout = (
         jax.random.normal(key, (batch, tokens, *of), jnp.bfloat16)
-        for key, of in zip(keys, of_heads, strict=True)
+        for key, of in zip(keys, shapes, strict=True)
     )
     given: dict[str, Any] = {
         name: options[name] for name in ("window", "softcap") if name in options

@@ -67,14 +67,14 @@ def test_tensors_are_stacked(rng: np.random.Generator, tmp_path: Path) -> None:
     assert config.qkv_bias and not config.tied_head
     assert {one.dtype for one in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     for index in range(LAYERS):
-        of_layer = {name: given[f"model.layers.{index}.{name}"] for name in SHAPES}
+        layer = {name: given[f"model.layers.{index}.{name}"] for name in SHAPES}
         for ours, theirs in (
             ("qkv", [f"self_attn.{one}_proj.weight" for one in "qkv"]),
             ("qkv_bias", [f"self_attn.{one}_proj.bias" for one in "qkv"]),
             ("gate_up", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
             ("down", ["mlp.down_proj.weight"]),
         ):
-            right = np.concatenate([of_layer[name] for name in theirs])
+            right = np.concatenate([layer[name] for name in theirs])
             assert (np.asarray(params["layers"][ours][index]) == right).all()
     # The same in two files, in another dtype, and with a tied head.
     names = [name for name in given if name != OUTER["head"]]

@@ -887,11 +887,11 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
     w.place.advance();
   }
   best.merge_lanes<4, 32>();
-  float4* const of_warps = w.at<float4>(kBestOfWarps);
-  if (lane == 0) of_warps[warp] = make_float4(best.logit, __int_as_float(best.row), best.sum, 0.0f);
+  float4* const warp_bests = w.at<float4>(kBestOfWarps);
+  if (lane == 0) warp_bests[warp] = make_float4(best.logit, __int_as_float(best.row), best.sum, 0.0f);
   meet<2>();
   if (warp != 0) return;
-  const float4 one = of_warps[lane & 15];
+  const float4 one = warp_bests[lane & 15];
   best.logit = one.x;
   best.row = __float_as_int(one.y);
   best.sum = one.z;

@@ -22,6 +22,7 @@ from .model import (
     check_tokens,
     decode_step,
     init_cache,
+    position_tables,
     prefill,
 )
 from .parameters import Params, check_params
@@ -212,7 +213,8 @@ def _run(
     if has_kernel:
         packed: Any = params.get("packed")
         packed = kernel.pack_weights(params, config) if packed is None else packed
-        tables, state = kernel.angles(config, length), kernel.init_state()
+        tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
+        state = kernel.init_state()
     found = Generated(
         jnp.full((batch, max_new_tokens), -1, jnp.int32),
         jnp.zeros(batch, jnp.int32),

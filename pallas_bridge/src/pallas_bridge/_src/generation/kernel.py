@@ -12,10 +12,8 @@ import numpy as np
 from .. import library
 from ..checks import is_traced
 from ..keywords import hinted
-from ..rope.scaling import frequencies
-from ..rope.tables import tables as rope_tables
 from .config import DecoderConfig
-from .parameters import Params, check_params
+from .parameters import Params, check_params, output_matrix
 
 Array = jax.Array
 TARGET = "xentile_decode_step"
@@ -102,8 +100,8 @@ def _is_large_hopper(device: Any) -> bool:
 
 def packed_shape(config: DecoderConfig) -> tuple[int, int]:
     """Returns the shape of packed weights."""
-    of_layer = sum(rows * columns for rows, columns in _matrices(config)) // STAGE
-    return config.layers * of_layer + -(-config.vocab_size // ROWS), STAGE
+    layer_stages = sum(rows * columns for rows, columns in _matrices(config)) // STAGE
+    return config.layers * layer_stages + -(-config.vocab_size // ROWS), STAGE
 
 
 def _matrices(config: DecoderConfig) -> list[tuple[int, int]]:
@@ -146,7 +144,7 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
     layers = params["layers"]
     gate, up = jnp.split(layers["gate_up"], 2, axis=1)
     stages = [_stages(one) for one in (layers["qkv"], layers["out"], gate, up, layers["down"])]
-    head = params["embedding" if config.tied_head else "head"]
+    head = output_matrix(params, config)
     head = jnp.pad(head, ((0, -head.shape[0] % ROWS), (0, 0)))
     tiles = head.reshape(-1, ROWS, COLUMNS // 32, 4, 8).transpose(0, 2, 1, 3, 4)
     return jnp.concatenate(
@@ -171,12 +169,6 @@ def init_state() -> Array:
     return jnp.zeros(STATE_WORDS, jnp.int32)
 
 
-def angles(config: DecoderConfig, length: int) -> list[Array]:
-    """Returns cosines and sines [S, 64] of the positions of a cache."""
-    rates = frequencies(config.rope_base, config.head_dim, config.rope_scaling)
-    return rope_tables(jnp.arange(length, dtype=jnp.int32), *rates)
-
-
 def step(
     params: Params,
     config: DecoderConfig,
@@ -189,6 +181,7 @@ def step(
 ) -> Step:
     """Runs a token [1] at a position [1], by a call that updates cache and state in place.
 
+    `tables` are cosines and sines [S, 64] of the cache's positions.
     A token or position outside its range has NaN logits, token -1 and an unchanged cache.
     """
     layers = params["layers"]

@@ -26,7 +26,7 @@ from ..rope.scaling import frequencies
 from ..rope.tables import tables as rope_tables
 from . import kernel
 from .config import DecoderConfig
-from .parameters import Params, check_params
+from .parameters import Params, check_params, output_matrix
 
 Array = jax.Array
 # Keys of a page, in which kernels for GPUs read a cache; a power of two.
@@ -173,7 +173,7 @@ def _decode_step(
     def in_one_kernel(
         params: Params, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
-        tables = kernel.angles(config, cache.keys.shape[2])
+        tables = position_tables(config, jnp.arange(cache.keys.shape[2], dtype=jnp.int32))
         packed, state = params["packed"], kernel.init_state()
         found = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
         return found.logits, Cache(found.keys, found.values)
@@ -257,8 +257,7 @@ def hidden_states(
         attend: Takes the layer's index, the state, q [B, T, H, head_dim], k and v
             [B, T, K, head_dim], and returns the attention's output, of q's shape, and the state.
     """
-    angles = frequencies(config.rope_base, config.head_dim, config.rope_scaling)
-    tables = rope_tables(positions, *angles)
+    tables = position_tables(config, positions)
     x = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
     norm = partial(rms_norm, eps=config.eps)
 
@@ -275,6 +274,12 @@ def hidden_states(
     arrays = (jnp.arange(config.layers, dtype=jnp.int32), params["layers"])
     (branch, residual, state), _ = jax.lax.scan(layer, (x, jnp.zeros_like(x), state), arrays)
     return norm(branch, params["norm"], residual=residual)[0], state
+
+
+def position_tables(config: DecoderConfig, positions: Array) -> list[Array]:
+    """Returns cosines and sines [.., head_dim / 2] of RoPE at positions."""
+    angles = frequencies(config.rope_base, config.head_dim, config.rope_scaling)
+    return rope_tables(positions, *angles)
 
 
 def _qkv(config: DecoderConfig, weights: Params, x: Array, tables: Any) -> tuple[Array, ...]:
@@ -297,8 +302,7 @@ def _linear(x: Array, weight: Array, dtype: Any = None) -> Array:
 
 
 def _logits(params: Params, config: DecoderConfig, x: Array) -> Array:
-    head = params["embedding" if config.tied_head else "head"]
-    return _linear(x, head, jnp.float32)
+    return _linear(x, output_matrix(params, config), jnp.float32)
 
 
 def _window(config: DecoderConfig) -> tuple[int, int] | None:

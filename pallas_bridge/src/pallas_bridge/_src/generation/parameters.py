@@ -47,6 +47,12 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
     return shapes if config.tied_head else {**shapes, "head": table}
 
 
+def output_matrix(params: Params, config: DecoderConfig) -> jax.Array:
+    """Returns the matrix [V, D] of logits: the embedding where the head is tied to it."""
+    matrix: jax.Array = params["embedding" if config.tied_head else "head"]
+    return matrix
+
+
 def check_params(params: Params, config: DecoderConfig) -> None:
     """Checks the names, shapes and dtypes of parameters.
 
