@@ -127,7 +127,7 @@ def test_wrong_tensors_are_named(
 
 @NEEDS_SAFETENSORS
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_hugging_face(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         load_hugging_face(write(tmp_path, {}))

@@ -15,6 +15,7 @@ from ..keywords import hinted
 from .config import DecoderConfig
 from .parameters import Params, layer_shapes, outer_shapes
 
+CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 # Tensors of a layer, by our names: those of ours that are packed have several, stacked by rows.
 LAYER = {
@@ -57,7 +58,7 @@ def load_hugging_face(
         place for, or of another shape than the config says.
     """
     folder = Path(folder)
-    config = DecoderConfig.from_hugging_face(json.loads((folder / "config.json").read_text()))
+    config = DecoderConfig.from_hugging_face(json.loads(_found(folder, CONFIG).read_text()))
     with ExitStack() as files:
         tensors = _open(folder, files)
         wanted = _names(config)
@@ -69,6 +70,18 @@ def load_hugging_face(
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(f"{folder} has the tensor {name}, which its config.json is not of")
         return config, _read(config, tensors, dtype)
+
+
+def _found(folder: Path, name: str) -> Path:
+    """Returns a file's path.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {name}")
+    return path
 
 
 def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
@@ -86,9 +99,7 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
         paths = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, Any] = {}
     for path in sorted(paths):
-        if not (folder / path).is_file():
-            raise FileNotFoundError(f"{folder} has no {path}")
-        file = files.enter_context(safe_open(folder / path, framework="numpy"))
+        file = files.enter_context(safe_open(_found(folder, path), framework="numpy"))
         tensors |= dict.fromkeys(file.keys(), file)
     return tensors
 
