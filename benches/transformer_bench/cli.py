@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.__main__ import INTERRUPTED, Parser
+from command_line import INTERRUPTED, Parser
 from train.config import InputError, RunError
 
 from . import described, report

@@ -4,17 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-INTERRUPTED = 130
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints `message` with where to look, and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}: see --help\n")
+from command_line import INTERRUPTED, Parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,13 +1,13 @@
 """The command line: see `python -m train --help`."""
 
-import argparse
 import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+
+from command_line import INTERRUPTED, Parser
 
 from .config import (
     DTYPES,
@@ -20,16 +20,6 @@ from .config import (
     RunError,
     parse_mesh,
 )
-
-INTERRUPTED = 130
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints `message` with where to look, and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}: see --help\n")
 
 
 def parse(argv: Sequence[str] | None) -> Options:
