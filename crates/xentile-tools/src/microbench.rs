@@ -44,6 +44,11 @@ pub fn run(config: &Config) -> Result<Report> {
         Some(topology) => xla::compile_for(topology, config)?,
     };
     let Found { setup, compile_s, from_cache, compiled, schedule, estimate, run } = found;
+    let (estimate, no_estimate) = match estimate {
+        Some(Ok(estimate)) => (Some(estimate), None),
+        Some(Err(reason)) => (None, Some(format!("{reason:#}"))),
+        None => (None, None),
+    };
     let Setup { tile, threads, isa, plugin, exported } = setup;
     let run = run.as_ref();
     let milliseconds = |seconds: fn(&Run) -> f64| run.map(|run| seconds(run) * 1e3);
@@ -96,6 +101,7 @@ pub fn run(config: &Config) -> Result<Report> {
         compiled,
         schedule,
         estimate,
+        no_estimate,
         machine,
         config: config.clone(),
     })

@@ -53,10 +53,18 @@ pub struct Computation {
     pub data_bundles: Option<u64>,
     /// Steps of pipelined grids.
     pub grid_steps: Option<u64>,
-    /// Bytes that copies between HBM and VMEM move; an estimate.
+    /// Bytes that copies between HBM and VMEM move; an estimate. None where the listing does not tell.
     pub dma_bytes: Option<u64>,
     /// What it holds of VMEM: scratch and the windows of a pipeline. None where that is not told.
     pub vmem_bytes: Option<u64>,
+}
+
+impl Computation {
+    /// Whether it is a copy of XLA's that transposes: the vector unit's lanes are crossed in no other.
+    #[must_use]
+    pub fn transposes(&self) -> bool {
+        self.name.starts_with("copy") && self.slots_used.get("xlu").is_some_and(|&used| used > 0)
+    }
 }
 
 /// libtpu's arguments that have it dump schedules to `folder`, after those of the user.
@@ -199,7 +207,7 @@ fn read(paths: impl Iterator<Item = PathBuf>) -> Result<Schedule> {
             run_bundles: run.map(|run| run.round() as u64),
             data_bundles: trips.as_ref().map(|trips| trips.data_bundles),
             grid_steps: trips.as_ref().map(|trips| trips.steps.round() as u64),
-            dma_bytes: trips.map(|trips| trips.dma_bytes.round() as u64),
+            dma_bytes: trips.and_then(|trips| trips.dma_bytes).map(|bytes| bytes.round() as u64),
             vmem_bytes,
         });
     }

@@ -76,7 +76,8 @@ pub(super) struct Found {
     pub(super) from_cache: Option<bool>,
     pub(super) compiled: Option<CompiledMemory>,
     pub(super) schedule: Option<Schedule>,
-    pub(super) estimate: Option<Estimate>,
+    /// Or why there is none; none where nothing was compiled for a topology.
+    pub(super) estimate: Option<Result<Estimate>>,
     pub(super) run: Option<Run>,
 }
 

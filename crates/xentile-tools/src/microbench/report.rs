@@ -102,6 +102,8 @@ pub struct Report {
     pub schedule: Option<Schedule>,
     /// What a step would take by that schedule; an estimate, none where there is too little to go by.
     pub estimate: Option<Estimate>,
+    /// Why there is a schedule and no estimate.
+    pub no_estimate: Option<String>,
     /// Hardware, versions and commit.
     pub machine: Machine,
     /// The full configuration.
@@ -298,6 +300,9 @@ impl fmt::Display for Report {
                     estimate.hbm_gb_per_s
                 ),
             )?;
+        }
+        if let Some(reason) = &self.no_estimate {
+            line("estimate", format!("none: {reason}"))?;
         }
         if self.compiled.is_some() && self.loss.is_some() {
             let device = &self.mem_after_run.device;

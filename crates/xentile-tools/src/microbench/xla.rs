@@ -61,7 +61,7 @@ pub(super) fn compile_for(topology: &str, config: &Config) -> Result<Found> {
         compiled: Some(executable.memory_stats()?.into()),
         estimate: schedule
             .as_ref()
-            .and_then(|schedule| estimate::estimate(topology, schedule, &work, &plan.moved)),
+            .map(|schedule| estimate::estimate(topology, schedule, &work, &plan.moved)),
         schedule,
         run: None,
     })

@@ -20,8 +20,9 @@ pub(super) struct TripCounts {
     /// Steps of pipelined grids.
     pub(super) steps: f64,
     /// Bytes that copies between HBM and VMEM move. One whose size is in a register counts as the
-    /// largest whose size the listing has: it is a block that may be ragged.
-    pub(super) dma_bytes: f64,
+    /// largest whose size the listing has: it is a block that may be ragged. None where the listing has
+    /// the size of no copy.
+    pub(super) dma_bytes: Option<f64>,
 }
 
 struct Bundle<'a> {
@@ -182,7 +183,7 @@ fn starts<'a>(bundles: &[Bundle<'a>]) -> BTreeMap<&'a str, usize> {
     starts
 }
 
-fn dma_bytes(bundles: &[Bundle], of_bundles: &[f64]) -> f64 {
+fn dma_bytes(bundles: &[Bundle], of_bundles: &[f64]) -> Option<f64> {
     const GRANULE: f64 = 32.0;
     let mut sizes = Vec::new();
     for (bundle, trips) in bundles.iter().zip(of_bundles) {
@@ -193,8 +194,8 @@ fn dma_bytes(bundles: &[Bundle], of_bundles: &[f64]) -> f64 {
             sizes.push((number(digits(rest)), trips));
         }
     }
-    let largest = sizes.iter().filter_map(|size| size.0).fold(0.0, f64::max);
-    sizes.iter().map(|(size, trips)| size.unwrap_or(largest) * GRANULE * *trips).sum()
+    let largest = sizes.iter().filter_map(|size| size.0).reduce(f64::max);
+    sizes.iter().map(|(size, trips)| Some(size.or(largest)? * GRANULE * *trips)).sum()
 }
 
 /// The branches of a bundle: their predicates, with `!` where negated, and the regions they go to.
@@ -339,7 +340,9 @@ second line of a comment */ }
         assert_eq!(trips.data_bundles, 6);
         assert!((trips.steps - 8.0).abs() < 1e-9);
         // One block on the first step, and one of a size in a register, as large, on each.
-        assert!((trips.dma_bytes - 9.0 * 64.0 * 32.0).abs() < 1e-9);
+        assert!((trips.dma_bytes.unwrap() - 9.0 * 64.0 * 32.0).abs() < 1e-9);
+        let untold = read(&LISTING.replace("/*size_in_granules=*/64", "/*size_in_granules=*/%s8"));
+        assert_eq!(untold.unwrap().dma_bytes, None, "no copy's size is a constant");
     }
 
     #[test]
