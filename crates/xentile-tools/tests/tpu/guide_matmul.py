@@ -2,10 +2,10 @@
 
     python guide_matmul.py FOLDER
 
-Writes libtpu's schedule of each to FOLDER/<variant>_<block>_<size>: a bf16 product of square matrices
-by a grid of blocks (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html). `rhs` has the second
-operand transposed, `relu` an activation behind the product. The estimates of xentile-tools are held
-against the guide's times.
+Writes libtpu's schedule of each to FOLDER/<variant>_<block>_<size>: a bf16 product of square
+matrices by a grid of blocks (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html). `rhs` has the
+second operand transposed, `relu` an activation behind the product. The estimates of xentile-tools
+are held against the guide's times.
 """
 
 import os

@@ -64,6 +64,8 @@ def program(cell: Cell) -> Program:
     reduction, keywords = make_keywords(cell)
     ours = "pallas" if cell.platform == "tpu" else None
     keywords["implementation"] = "reference" if cell.is_dense else ours
+    # Operands of exported programs have their rows in order, as kernels have whose tile is named.
+    keywords |= tile(cell)
 
     def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
         (logits,) = arrays

@@ -19,7 +19,7 @@ from ..pallas import Target
 from . import reference, tpu_kernel
 from .declaration import OPERATION
 from .tpu_kernel import Formula
-from .tpu_plan import LANES, NUMBERS, plan_tiles, sublanes
+from .tpu_plan import NUMBERS, lies_across, plan_tiles, sublanes
 
 
 def kernel(options: Options, target: Target, call: Call) -> Callable[..., Sequence[jax.Array]]:
@@ -35,7 +35,7 @@ def kernel(options: Options, target: Target, call: Call) -> Callable[..., Sequen
                 f"{OPERATION}: logits have dtype {logits.dtype}; on TPU it must be bfloat16 or "
                 "float32"
             )
-        run: Any = _nothing if 0 in leading else partial(_sweep, target, options)
+        run: Any = _nothing if 0 in leading else partial(_sweep, target, options, (1, *leading)[-1])
         rows = logits.reshape(math.prod(leading), logits.shape[-1])
         given = [rows, *(x.reshape(-1) for x in tokens)]
         # HBM pads arrays of fewer rows than a register has to 1, 2 or 4 of them, which copies of
@@ -56,6 +56,7 @@ def _nothing(logits: jax.Array, labels: jax.Array, *_: Any, **__: bool) -> Any:
 def _sweep(
     target: Target,
     options: Options,
+    length: int,
     logits: jax.Array,
     labels: jax.Array,
     *scalars: jax.Array,
@@ -64,10 +65,12 @@ def _sweep(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Runs the kernel on logits [T, V], or twice where rows are too long to stay in VMEM.
 
-    Returns dlogits [T, V] where it writes, and what it reduces, [NUMBERS, T], where it does.
+    `length` is that of the sequences that T was reshaped from. Returns dlogits [T, V] where it
+    writes, and what it reduces, [NUMBERS, T], where it does.
     """
     tokens, vocab = logits.shape
-    plan = plan_tiles(
+    make_plan = partial(
+        plan_tiles,
         target,
         tokens,
         vocab,
@@ -77,8 +80,12 @@ def _sweep(
         reduces=reduces,
         writes=writes,
     )
+    plan = None
+    if options.tile == (None, None) and lies_across(length, vocab):
+        plan = make_plan(sequences=tokens // length)
+    plan = plan or make_plan()
     if plan is None:
-        run = partial(_sweep, target, options)
+        run = partial(_sweep, target, options, length)
         _, found = run(logits, labels, reduces=True, writes=False)
         assert found is not None
         (dloss,) = scalars
@@ -104,11 +111,14 @@ def _sweep(
     def block_of(extent: int, **space: Any) -> pl.BlockSpec:
         return pl.BlockSpec((1, extent, rows), lambda block: (block, 0, 0), **space)
 
+    lying = logits
+    if plan.is_across:
+        lying = logits.reshape(plan.sequences, length, vocab).swapaxes(1, 2)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out_shape: list[Any] = []
     out_specs = []
     if writes:
-        out_shape.append(jax.ShapeDtypeStruct(logits.shape, logits.dtype))
+        out_shape.append(jax.ShapeDtypeStruct(lying.shape, lying.dtype))
         out_specs.append(anywhere)
     if reduces:
         out_shape.append(jax.ShapeDtypeStruct((blocks, NUMBERS, rows), jnp.float32))
@@ -129,12 +139,12 @@ def _sweep(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[
-            pltpu.VMEM((plan.slots, rows, plan.block_size), logits.dtype),
+            pltpu.VMEM((plan.slots, *plan.order(rows, plan.block_size)), logits.dtype),
             pltpu.SemaphoreType.DMA((plan.slots,)),
             pltpu.SemaphoreType.DMA((plan.slots,)),
             pltpu.SMEM((plan.tiles,), jnp.int32),
             pltpu.SMEM((rows,), jnp.int32),
-            pltpu.VMEM((9, rows, LANES), jnp.float32),
+            pltpu.VMEM((9, *plan.state_shape), jnp.float32),
         ],
         # The row of one block leaves while that of the next comes in: in order, and on one core.
         compiler_params=pltpu.CompilerParams(
@@ -148,9 +158,11 @@ def _sweep(
         input_output_aliases={2: 0} if writes and options.donate_logits else {},
         interpret=target.interpret,
         name=f"xentile_cross_entropy_{name[reduces, writes]}",
-    )(places, given, logits)
+    )(places, given, lying)
     results = list(results)
     dlogits = results.pop(0) if writes else None
+    if dlogits is not None and plan.is_across:
+        dlogits = dlogits.swapaxes(1, 2).reshape(logits.shape)
     if not reduces:
         return dlogits, None
     return dlogits, results[0].swapaxes(0, 1).reshape(NUMBERS, -1)[:, : plan.tokens]

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .tpu_kernel_across import AcrossSweeps
 from .tpu_plan import LAG, LANES, NUMBERS, Plan, sublanes
 
 # The running maximum of a lane starts here and not at -inf, so that no rescale is inf - inf.
@@ -71,7 +72,7 @@ def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -
     tiles = _Tiles(plan, logits, dlogits, ring, arrived, left)
     state = _State(values)
     labels = _Labels(plan, places, head, following, ring, state)
-    sweeps = _Sweeps(plan, formula, ring, state)
+    sweeps = (AcrossSweeps if plan.is_across else _Sweeps)(plan, formula, ring, state)
     tokens = _Tokens(plan, formula, numbers, state)
 
     labels.sort()
@@ -138,7 +139,7 @@ def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -
 
 
 class _State:
-    """The state of each row in VMEM, [time_block, LANES] each."""
+    """The state of each row in VMEM, `plan.state_shape` each."""
 
     def __init__(self, values: Any) -> None:
         # Lane by lane: of the maximum, the sum of exponentials beneath it, the sum of logits, the
@@ -181,20 +182,31 @@ class _Tiles:
         plan = self.plan
         row, column = lax.div(tile, plan.tiles), lax.rem(tile, plan.tiles)
         slot = self.slot_of(tile)
+        unit = sublanes(plan.dtype)
         for which_rows, height in self.row_kinds:
             for which_columns, width in self.column_kinds:
 
                 def transfer(height: int = height, width: int = width) -> None:
-                    top = pl.multiple_of(row * plan.time_block, sublanes(plan.dtype))
-                    side = pl.multiple_of(column * plan.block_size, LANES)
-                    outside = (pl.ds(top, height), pl.ds(side, width))
-                    inside = self.ring.at[slot, pl.ds(0, height), pl.ds(0, width)]
+                    inside = (slot, *plan.order(pl.ds(0, height), pl.ds(0, width)))
+                    if plan.is_across:
+                        of_sequence = plan.blocks // plan.sequences
+                        first = lax.rem(row, of_sequence) * plan.time_block
+                        outside = (
+                            lax.div(row, of_sequence),
+                            pl.ds(pl.multiple_of(column * plan.block_size, unit), width),
+                            pl.ds(pl.multiple_of(first, LANES), height),
+                        )
+                    else:
+                        top = pl.multiple_of(row * plan.time_block, unit)
+                        side = pl.multiple_of(column * plan.block_size, LANES)
+                        outside = (pl.ds(top, height), pl.ds(side, width))
+                    within = self.ring.at[inside]
                     if outwards:
                         there, done = self.dlogits.at[outside], self.left.at[slot]
-                        act(pltpu.make_async_copy(inside, there, done))
+                        act(pltpu.make_async_copy(within, there, done))
                     else:
                         there, done = self.logits.at[outside], self.arrived.at[slot]
-                        act(pltpu.make_async_copy(there, inside, done))
+                        act(pltpu.make_async_copy(there, within, done))
 
                 _when_all(
                     [which_rows(row, plan.blocks), which_columns(column, plan.tiles)],
@@ -232,8 +244,8 @@ class _Labels:
         """Calls `act` for each row whose label lies in `tile`, with the register that holds it."""
         unit = sublanes(self.plan.dtype)
 
-        def step(row: Any) -> Any:
-            offset = self.places[0, 1, row]
+        def step(token: Any) -> Any:
+            row, offset = self.plan.order(token, self.places[0, 1, token])
             top = pl.multiple_of(lax.div(row, unit) * unit, unit)
             side = pl.multiple_of(lax.div(offset, LANES) * LANES, LANES)
             shape = (unit, LANES)
@@ -241,7 +253,7 @@ class _Labels:
                 lax.broadcasted_iota(jnp.int32, shape, 1) == offset - side
             )
             act(pl.ds(top, unit), pl.ds(side, LANES), is_it)
-            return self.following[row]
+            return self.following[token]
 
         lax.while_loop(lambda row: row >= 0, step, self.head[tile])
 
@@ -251,7 +263,8 @@ class _Labels:
 
         def act(group: Any, side: Any, is_it: Any) -> None:
             z = self.ring[slot, group, side].astype(jnp.float32)
-            picked[group, :] = jnp.where(is_it, z, picked[group, :])
+            own = self.plan.state_of(group, side)
+            picked[own] = jnp.where(is_it, z, picked[own])
 
         return act
 
@@ -260,7 +273,8 @@ class _Labels:
 
         def act(group: Any, side: Any, is_it: Any) -> None:
             before = self.ring[slot, group, side].astype(jnp.float32)
-            after = jnp.where(is_it, self.state.at_label[group, :], before)
+            own = self.plan.state_of(group, side)
+            after = jnp.where(is_it, self.state.at_label[own], before)
             self.ring[slot, group, side] = after.astype(self.plan.dtype)
 
         return act
@@ -446,16 +460,22 @@ class _Tokens:
 
     def __init__(self, plan: Plan, formula: Formula, numbers: Any, state: _State) -> None:
         self.plan, self.formula, self.numbers, self.state = plan, formula, numbers, state
-        self.wide = (plan.time_block, LANES)
+        self.wide = plan.state_shape
+        # The axis of the state that a token's values are joined over.
+        self.axis = 0 if plan.is_across else 1
 
     def column_of(self, row: int) -> jax.Array:
-        """Transposes a row of scalars, a token a lane, to a column."""
+        """Transposes a row of scalars, a token a lane, to a column, unless tokens are lanes."""
         line = self.numbers[0, row : row + 1, :]
+        if self.plan.is_across:
+            return line
         diagonal = _diagonal(self.plan.time_block)
         return jnp.sum(jnp.where(diagonal, line, 0.0), axis=1, keepdims=True)
 
     def row_of(self, column: jax.Array) -> jax.Array:
-        """Transposes a column to a row."""
+        """Transposes a column to a row, unless tokens are lanes."""
+        if self.plan.is_across:
+            return column
         diagonal = _diagonal(self.plan.time_block)
         return jnp.sum(jnp.where(diagonal, column, 0.0), axis=0, keepdims=True)
 
@@ -472,20 +492,22 @@ class _Tokens:
     def finish(self, found: Any) -> tuple[jax.Array, jax.Array]:
         """Writes the results of the reduction; returns lse and its rounding error."""
         state, rows = self.state, self.plan.time_block
-        peak = jnp.max(state.highest[...], axis=1, keepdims=True)
-        mass = jnp.sum(state.total[...] * jnp.exp(state.highest[...] - peak), axis=1, keepdims=True)
+        peak = jnp.max(state.highest[...], axis=self.axis, keepdims=True)
+        mass = jnp.sum(
+            state.total[...] * jnp.exp(state.highest[...] - peak), axis=self.axis, keepdims=True
+        )
         # A row of nothing but -inf has no sum, and one with +inf no number.
         log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
         lse = peak + log
         low = (peak - lse) + log
         # The error of a sum, whichever term is larger.
         low = jnp.where(jnp.abs(peak) >= jnp.abs(log), low, (log - lse) + peak)
-        z = self.formula.cap(jnp.sum(state.picked[...], axis=1, keepdims=True))
+        z = self.formula.cap(jnp.sum(state.picked[...], axis=self.axis, keepdims=True))
         found[0, 0:1, :] = self.row_of(lse)
         found[0, 1:2, :] = self.row_of(low)
         found[0, 2:3, :] = self.row_of(z)
         if self.formula.label_smoothing:
-            found[0, 3:4, :] = self.row_of(jnp.sum(state.sums[...], axis=1, keepdims=True))
+            found[0, 3:4, :] = self.row_of(jnp.sum(state.sums[...], axis=self.axis, keepdims=True))
         else:
             found[0, 3:4, :] = jnp.zeros((1, rows), jnp.float32)
         found[0, 4:, :] = jnp.zeros((NUMBERS - 4, rows), jnp.float32)
@@ -515,7 +537,7 @@ class _Tokens:
         g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
         slope, e = 2 * formula.z_loss * lse, formula.label_smoothing
         a = g * (1 + slope) - h + k
-        z = formula.cap(jnp.sum(state.picked[...], axis=1, keepdims=True))
+        z = formula.cap(jnp.sum(state.picked[...], axis=self.axis, keepdims=True))
         x = (z - lse) - low
         d = jnp.where(
             x > NEAR_ONE,
@@ -526,7 +548,8 @@ class _Tokens:
         if formula.softcap is None:
             d = jnp.where(z == -jnp.inf, a * 0.0, d)
         d = formula.times_slope(d, z)
-        d = jnp.where(state.takes_part[:, :1] != 0, d, 0.0)
+        takes_part = state.takes_part[:1, :] if self.plan.is_across else state.takes_part[:, :1]
+        d = jnp.where(takes_part != 0, d, 0.0)
         state.at_label[...] = jnp.broadcast_to(d, self.wide)
 
 

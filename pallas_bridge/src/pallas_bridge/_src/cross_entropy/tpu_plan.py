@@ -15,6 +15,8 @@ LANES = 128
 LAG = 2
 # Rows of the arrays of scalars a token, to the kernel and from it: the rows of a register.
 NUMBERS = 8
+# The tile where tokens are lanes: 38 MiB of VMEM hold 128 tokens of 151643 logits in bf16.
+ACROSS_TILE = (128, 8192)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,27 @@ class Plan:
     multiples: tuple[int, int] = (8, LANES)
     # Rows and lanes that are one register as memory has them.
     piece: tuple[int, int] = (8, LANES)
+    # Of logits that lie as [sequences, vocab, tokens of each], so that tokens are lanes; 0 of those
+    # that lie as [tokens, vocab].
+    sequences: int = 0
+
+    @property
+    def is_across(self) -> bool:
+        """Whether tokens are lanes."""
+        return self.sequences > 0
+
+    def order(self, of_tokens: Any, of_vocab: Any) -> tuple[Any, Any]:
+        """Orders something of tokens and something of the vocabulary as a tile lies in VMEM."""
+        return (of_vocab, of_tokens) if self.is_across else (of_tokens, of_vocab)
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Rows and lanes of what is kept of each token of a block."""
+        return self.order(self.time_block, sublanes(self.dtype) if self.is_across else LANES)
+
+    def state_of(self, rows: Any, lanes: Any) -> tuple[Any, Any]:
+        """The index of the state of the tokens that lie in `rows` and `lanes` of a tile."""
+        return (slice(None), lanes) if self.is_across else (rows, slice(None))
 
     @property
     def blocks(self) -> int:
@@ -63,6 +86,15 @@ def _working_bytes(time_block: int) -> int:
     return rows + transposes + 4 * NUMBERS * max(time_block, LANES) * 4 + (1 << 20)
 
 
+def lies_across(length: int, vocab: int) -> bool:
+    """Whether tokens are lanes of logits [.., length, vocab] where no tile is named.
+
+    XLA has them so as operands and results of a program, since that pads less: between matrix
+    products it has them as the kernel does.
+    """
+    return length > 0 and length % LANES == 0 and vocab % LANES != 0
+
+
 def sublanes(dtype: Any) -> int:
     """Returns the rows of a register of `dtype`."""
     return 32 // int(np.dtype(dtype).itemsize)
@@ -78,8 +110,11 @@ def plan_tiles(
     block_size: int | None,
     reduces: bool,
     writes: bool,
+    sequences: int = 0,
 ) -> Plan | None:
     """Returns the tiling for the sweeps wanted; None where VMEM does not hold both at once.
+
+    With `sequences`, tokens are lanes.
 
     Raises:
         ValueError: a tile that is not made of whole registers, or that does not fit in VMEM.
@@ -96,26 +131,28 @@ def plan_tiles(
             )
     padded = 8 if np.dtype(dtype).itemsize == 4 else target.rows_of_16_bits
     # Interpreted arrays are not padded.
-    multiples = (1, 1) if target.interpret else (padded, LANES)
+    padding = (LANES, padded) if sequences else (padded, LANES)
+    multiples = (1, 1) if target.interpret else padding
     # Two registers' worth of 8 rows of 16 bits lie side by side, where rows are padded to 8.
     packed = np.dtype(dtype).itemsize == 2
     piece = (unit, LANES) if not packed or target.rows_of_16_bits == 16 else (8, 2 * LANES)
     whole = -(-vocab // LANES) * LANES
-    columns = min(block_size or 32768, whole)
+    heights, width = (ACROSS_TILE[:1], ACROSS_TILE[1]) if sequences else ((64, 32, 16, 8), 32768)
+    columns = min(block_size or width, whole)
     both = reduces and writes
 
     def make_plan(rows: int, columns: int) -> Plan | None:
         tiles = -(-vocab // columns)
         least = tiles + 2 * LAG if both else 2 * LAG
         wanted = 2 * tiles if both else 4 * LAG
-        one = Plan(tokens, vocab, dtype, rows, columns, both, 1, multiples, piece)
+        one = Plan(tokens, vocab, dtype, rows, columns, both, 1, multiples, piece, sequences)
         room = (target.vmem_bytes - _working_bytes(rows)) // one.tile_bytes
         if room < least:
             return None
         return dataclasses.replace(one, slots=min(max(wanted, least), room))
 
     enough = -(-max(tokens, 1) // unit) * unit
-    candidates = (64, 32, 16, 8) if time_block is None else (time_block,)
+    candidates = heights if time_block is None else (time_block,)
     for rows in candidates:
         if rows % unit == 0 and (found := make_plan(min(rows, enough), columns)) is not None:
             return found

@@ -1,0 +1,152 @@
+"""The sweeps of the kernel for TPUs over logits that lie transposed, [vocab, tokens].
+
+Tokens are lanes: what a row of logits has is a column of registers, and maxima and sums are joined
+over the rows of a register once a token. `tpu_kernel.py` has the rest of the kernel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .tpu_plan import LANES, Plan, sublanes
+
+# Registers that are unrolled at a time, and accumulators of each kind.
+CHUNK = 64
+PARTS = 4
+
+
+class AcrossSweeps:
+    """The vector operations on every logit of a tile [block_size, time_block]."""
+
+    def __init__(self, plan: Plan, formula: Any, ring: Any, state: Any) -> None:
+        self.plan, self.formula, self.ring, self.state = plan, formula, ring, state
+        self.unit = sublanes(plan.dtype)
+
+    def over_groups(self, act: Callable[[Any], None]) -> None:
+        """Calls `act` for each group of tokens that are the lanes of a register."""
+        for first in range(0, self.plan.time_block, LANES):
+            act(pl.ds(first, LANES))
+
+    def over_rows(self, tile: Any, slot: Any, group: Any, act: Any, carry: Any) -> Any:
+        """Folds `act` over a tile: a view, its registers, valid rows of the last, and the carry.
+
+        The last tile alone is ragged: others are whole chunks.
+        """
+        plan, unit = self.plan, self.unit
+        size = CHUNK * unit
+        last_rows = plan.vocab - (plan.tiles - 1) * plan.block_size
+        full, whole = plan.block_size // size, last_rows // size
+
+        def run(first: Any, registers: int, rows: int, carry: Any) -> Any:
+            view = self.ring.at[slot, pl.ds(first, registers * unit), group]
+            return act(view, registers, rows, carry)
+
+        def body(index: Any, carry: Any) -> Any:
+            return run(pl.multiple_of(index * size, size), CHUNK, unit, carry)
+
+        chunks = jnp.where(tile == plan.tiles - 1, whole, full) if whole != full else full
+        carry = lax.fori_loop(0, chunks, body, carry)
+        if rest := last_rows % size:
+
+            def tail(carry: Any) -> Any:
+                registers = -(-rest // unit)
+                return run(whole * size, registers, rest - (registers - 1) * unit, carry)
+
+            carry = lax.cond(tile == plan.tiles - 1, tail, lambda carry: carry, carry)
+        return carry
+
+    def reduce(self, tile: Any, slot: Any) -> None:
+        """Adds a tile to the maxima and sums of its tokens."""
+
+        def act(group: Any) -> None:
+            state, formula = self.state, self.formula
+            most = self.largest(tile, slot, group)
+            before = state.highest[:, group]
+            peak = jnp.maximum(before, formula.cap(most))
+            parts, more = self.exponentials(tile, slot, group, peak)
+            state.highest[:, group] = peak
+            state.total[:, group] = state.total[:, group] * jnp.exp(before - peak) + parts
+            if formula.label_smoothing:
+                state.sums[:, group] += more
+
+        self.over_groups(act)
+
+    def largest(self, tile: Any, slot: Any, group: Any) -> jax.Array:
+        """The largest logit of each row of registers, of each token."""
+        compared = self.plan.dtype if self.formula.compares_bf16 else jnp.float32
+        lowest = jnp.full((self.unit, LANES), -jnp.inf, compared)
+
+        def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
+            parts = list(carry)
+            for register in range(registers):
+                x = self.load(view, register).astype(compared)
+                if rows < self.unit and register == registers - 1:
+                    x = jnp.where(self.is_valid(rows), x.astype(jnp.float32), -jnp.inf)
+                    x = x.astype(compared)
+                parts[register % PARTS] = jnp.maximum(parts[register % PARTS], x)
+            return tuple(parts)
+
+        parts = self.over_rows(tile, slot, group, act, (lowest,) * PARTS)
+        most = jnp.maximum(jnp.maximum(parts[0], parts[1]), jnp.maximum(parts[2], parts[3]))
+        return most.astype(jnp.float32)
+
+    def exponentials(self, tile: Any, slot: Any, group: Any, peak: jax.Array) -> Any:
+        """Sums of exponentials beneath the peaks; and of logits, for smoothing."""
+        formula = self.formula
+        zero = jnp.zeros((self.unit, LANES), jnp.float32)
+
+        def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
+            parts, sums = map(list, carry)
+            for register in range(registers):
+                z = formula.cap(self.load(view, register).astype(jnp.float32))
+                exponential = jnp.exp(z - peak)
+                if rows < self.unit and register == registers - 1:
+                    exponential = jnp.where(self.is_valid(rows), exponential, 0.0)
+                    z = jnp.where(self.is_valid(rows), z, 0.0)
+                parts[register % PARTS] += exponential
+                if sums:
+                    sums[register % PARTS] += z
+            return tuple(parts), tuple(sums)
+
+        smooth = (zero,) * PARTS if formula.label_smoothing else ()
+        parts, sums = self.over_rows(tile, slot, group, act, ((zero,) * PARTS, smooth))
+        return sum(parts[1:], parts[0]), sum(sums[1:], sums[0]) if sums else None
+
+    def write(self, tile: Any, slot: Any) -> None:
+        """Writes gradients over the logits of a tile."""
+        state, formula = self.state, self.formula
+
+        def process_group(group: Any) -> None:
+            shift, factor = state.shift[:, group], state.scale[:, group]
+            active = state.takes_part[:, group] != 0
+            even = state.spread[:, group] if formula.label_smoothing else None
+
+            def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
+                for register in range(registers):
+                    z = formula.cap(self.load(view, register).astype(jnp.float32))
+                    d = jnp.exp(z - shift) * factor
+                    if even is not None:
+                        d += even
+                        if formula.softcap is None:
+                            # NaN where the whole row is.
+                            d = jnp.where(z == -jnp.inf, factor * 0.0, d)
+                    d = formula.times_slope(d, z)
+                    d = jnp.where(active, d, 0.0)
+                    view[pl.ds(register * self.unit, self.unit), :] = d.astype(self.plan.dtype)
+                return carry
+
+            self.over_rows(tile, slot, group, act, 0)
+
+        self.over_groups(process_group)
+
+    def load(self, view: Any, register: int) -> jax.Array:
+        """A register of logits."""
+        return view[pl.ds(register * self.unit, self.unit), :]
+
+    def is_valid(self, rows: int) -> jax.Array:
+        """Which rows of a register are logits."""
+        return lax.broadcasted_iota(jnp.int32, (self.unit, LANES), 0) < rows
