@@ -316,7 +316,7 @@ pub struct PartEstimate {
     pub name: String,
     /// Its schedule.
     pub schedule_ms: f64,
-    /// Its copies between HBM and VMEM.
+    /// Its copies between HBM and VMEM; 0 where nothing tells their bytes.
     pub dma_ms: f64,
     /// What the steps of its grid cost beyond that.
     pub steps_ms: f64,
@@ -352,8 +352,9 @@ impl Traffic {
     }
 }
 
-/// Estimates each computation; none for a chip that nothing is known of, where the schedule does not
-/// tell how many bundles run, or where neither it nor `known` tells the rest.
+/// Estimates each computation, without the copies of which neither the schedule nor `known` tells the
+/// bytes; none for a chip that nothing is known of, or where the schedule does not tell how many bundles
+/// or steps run.
 #[must_use]
 pub fn parts(topology: &str, schedule: &Schedule, known: &[Traffic]) -> Option<Vec<PartEstimate>> {
     let chip = Chip::of(topology)?;
@@ -361,7 +362,7 @@ pub fn parts(topology: &str, schedule: &Schedule, known: &[Traffic]) -> Option<V
 }
 
 fn part_of(chip: &Chip, part: &Computation, known: Option<&Traffic>) -> Option<PartEstimate> {
-    let bytes = known.map(|known| known.bytes).or(part.dma_bytes)?;
+    let bytes = known.map(|known| known.bytes).or(part.dma_bytes).unwrap_or(0);
     let steps = known.and_then(|known| known.steps).or(part.grid_steps)?;
     let schedule_ms = part.run_bundles? as f64 / chip.clock() * 1e3;
     let dma_ms = chip.dma_s(part, bytes) * 1e3;
