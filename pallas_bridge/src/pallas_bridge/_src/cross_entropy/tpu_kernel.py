@@ -187,6 +187,7 @@ class _Tiles:
             for which_columns, width in self.column_kinds:
 
                 def transfer(height: int = height, width: int = width) -> None:
+                    outside: tuple[Any, ...]
                     inside = (slot, *plan.order(pl.ds(0, height), pl.ds(0, width)))
                     if plan.is_across:
                         of_sequence = plan.blocks // plan.sequences
@@ -466,7 +467,7 @@ class _Tokens:
 
     def column_of(self, row: int) -> jax.Array:
         """Transposes a row of scalars, a token a lane, to a column, unless tokens are lanes."""
-        line = self.numbers[0, row : row + 1, :]
+        line: jax.Array = self.numbers[0, row : row + 1, :]
         if self.plan.is_across:
             return line
         diagonal = _diagonal(self.plan.time_block)

@@ -145,7 +145,8 @@ class AcrossSweeps:
 
     def load(self, view: Any, register: int) -> jax.Array:
         """A register of logits."""
-        return view[pl.ds(register * self.unit, self.unit), :]
+        found: jax.Array = view[pl.ds(register * self.unit, self.unit), :]
+        return found
 
     def is_valid(self, rows: int) -> jax.Array:
         """Which rows of a register are logits."""
