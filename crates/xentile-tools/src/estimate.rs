@@ -222,7 +222,6 @@ impl Work {
 /// # Errors
 /// Why there is no estimate: a chip that nothing is known of, a schedule that does not tell how many
 /// bundles run, or a program without kernels of ours.
-#[must_use]
 pub fn estimate(
     topology: &str,
     schedule: &Schedule,
