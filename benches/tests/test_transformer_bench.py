@@ -476,9 +476,9 @@ def test_parts_are_the_model(rng: np.random.Generator, qk_norm: int) -> None:
     """A layer of parts is train.model.Block, by each kernel; and a decoder's is its last token."""
     cell = cell_of(kv_heads=2, qk_norm=qk_norm)
     of = model.program_of(cell).config.model
-    from train.model import Block
+    from train.model import Block, Kernels
 
-    block = Block(of, "baseline", "baseline", nnx.Rngs(0))
+    block = Block(of, Kernels(), nnx.Rngs(0))
     x = jnp.asarray(rng.standard_normal((2, 16, 32)), jnp.float32)
     weights = {
         name: jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)

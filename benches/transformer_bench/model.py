@@ -46,7 +46,8 @@ def program_of(cell: Cell) -> Program:
         mlp_kernel=layer[cell["mlp"]],
         ce_kernel_type={"xla": "baseline", "ours": "fused_linear"}[cell["loss"]],
         dtype="float32" if cell["policy"] == "float32" else "bfloat16",
-        remat=cell["remat"],
+        attention_kernel="baseline",
+        remat="full" if cell["remat"] else "none",
         seed=cell["seed"],
     )
     program = make_program(Config(model, cell["batch"], cell["length"], {}, options))
@@ -79,7 +80,7 @@ def attention_by(kernel: str) -> Iterator[None]:
 
     Sequences are one document each, so that its mask has nothing to hide and is left out.
     """
-    with in_place_of("attend", lambda q, k, v, mask: attend(kernel, q, k, v)):
+    with in_place_of("attend", lambda _, q, k, v, segments: attend(kernel, q, k, v)):
         yield
 
 

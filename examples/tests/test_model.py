@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train.config import PRESETS, Model
+from train.config import PRESETS, REMATS, Model, Remat
 from train.losses import loss_of
-from train.model import Transformer, is_masked
+from train.model import Kernels, Transformer, is_masked
 
 # Of shapes and dtypes that numpy's types lose.
 F64 = Any
@@ -86,7 +86,7 @@ def test_hidden_states_and_loss(
 ) -> None:
     """Weights are large, so that attention is not even and rounding would show."""
     of = dataclasses.replace(PRESETS["test"].model, vocab=50, **changes)
-    model = Transformer(of, norm=kernel, mlp=kernel, rngs=nnx.Rngs(0))
+    model = Transformer(of, Kernels(kernel, kernel, kernel), rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32),
@@ -112,23 +112,26 @@ def test_hidden_states_and_loss(
         assert np.isclose(found, np.mean(of_tokens), rtol=1e-4), loss
 
 
-def test_remat_changes_no_gradient(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("kernel", ["baseline", "ours"])
+def test_remat_changes_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
     of = dataclasses.replace(PRESETS["test"].model, vocab=50, qk_norm=False)
     tokens = jnp.asarray(rng.integers(0, of.vocab, (2, 8)), jnp.int32)
     zeros = jnp.zeros_like(tokens)
     batch = {"tokens": tokens, "segments": zeros, "positions": zeros + jnp.arange(8)}
 
-    def gradient(remat: bool) -> Any:
-        graph, state = nnx.split(Transformer(of, remat=remat, rngs=nnx.Rngs(1)))
+    def gradient(remat: Remat) -> Any:
+        kernels = Kernels(kernel, kernel, kernel)
+        graph, state = nnx.split(Transformer(of, kernels, remat=remat, rngs=nnx.Rngs(1)))
 
         def loss(params: Any) -> jax.Array:
             return jnp.sum(nnx.merge(graph, params)(batch, jnp.float32) ** 3)
 
         return jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
 
-    plain, again = (jax.tree.leaves(gradient(remat)) for remat in (False, True))
-    for one, other in zip(plain, again, strict=True):
-        assert jnp.allclose(one, other, rtol=1e-3, atol=1e-4)
+    plain, *others = (jax.tree.leaves(gradient(remat)) for remat in REMATS)
+    for again in others:
+        for one, other in zip(plain, again, strict=True):
+            assert jnp.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_no_label_that_counts_gives_zero() -> None:
@@ -138,10 +141,18 @@ def test_no_label_that_counts_gives_zero() -> None:
         assert loss_of(loss, hidden, head, labels) == 0
 
 
-def test_largest_preset_is_of_half_a_billion() -> None:
-    """Its parameters are those that Qwen2.5-0.5B is published with: 494,032,768."""
-    of = PRESETS["qwen2.5-0.5b"].model
-    abstract = nnx.eval_shape(lambda: Transformer(of, rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen3-0.6b", 596_049_920),
+        ("llama-3.2-1b", 1_235_814_400),
+    ],
+)
+def test_presets_have_the_published_parameters(preset: str, parameters: int) -> None:
+    of = PRESETS[preset].model
+    abstract = nnx.eval_shape(lambda: Transformer(of, Kernels(), rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(abstract, nnx.Param))
-    assert sum(leaf.size for leaf in leaves) == 494_032_768
-    assert not is_masked(PRESETS["qwen2.5-0.5b"].context_length)
+    assert sum(leaf.size for leaf in leaves) == parameters
+    assert not is_masked(PRESETS[preset].context_length)

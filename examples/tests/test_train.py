@@ -22,18 +22,25 @@ from train import breakdown, log, validate
 from train.__main__ import limit_gpu_memory, main
 from train.checkpoint import Checkpoints
 from train.config import InputError, Options, RunError, resolve
-from train.step import Program
+from train.step import Program, with_kernels
 
 STEPS = 6
 # Of losses near 6.2 in float32; the optimizer makes more of rounding than a sum does.
 SPREAD = 2e-4
-KERNELS: dict[str, dict[str, str]] = {
-    "baseline": {},
-    "fused": {"ce_kernel_type": "fused"},
-    "fused_linear": {"ce_kernel_type": "fused_linear"},
-    "norm": {"norm_kernel": "ours"},
-    "mlp": {"mlp_kernel": "ours"},
-    "all": {"ce_kernel_type": "fused_linear", "norm_kernel": "ours", "mlp_kernel": "ours"},
+BASELINE: dict[str, Any] = {
+    "ce_kernel_type": "baseline",
+    "norm_kernel": "baseline",
+    "mlp_kernel": "baseline",
+    "attention_kernel": "baseline",
+}
+KERNELS: dict[str, dict[str, Any]] = {
+    "baseline": BASELINE,
+    "fused": {**BASELINE, "ce_kernel_type": "fused"},
+    "fused_linear": {**BASELINE, "ce_kernel_type": "fused_linear"},
+    "norm": {**BASELINE, "norm_kernel": "ours"},
+    "mlp": {**BASELINE, "mlp_kernel": "ours"},
+    "attention": {**BASELINE, "attention_kernel": "ours"},
+    "all": {},
 }
 
 
@@ -42,7 +49,7 @@ def one_device() -> list[float]:
     """The baseline's curve on one device, in float32."""
     from train.loop import train
 
-    found = train(Options(model_size="test", num_train_steps=STEPS, text=TEXT, dtype="float32"))
+    found = train(Options("test", num_train_steps=STEPS, text=TEXT, dtype="float32", **BASELINE))
     return list(found.losses.values())
 
 
@@ -63,11 +70,27 @@ def test_kernels_train_the_same(train: Runner, one_device: list[float], kernel: 
     assert largest(losses, one_device) < SPREAD
 
 
+def test_auto_takes_what_there_is() -> None:
+    """Our kernels where the library has them, the baseline where there is none."""
+    found = with_kernels(resolve(Options(norm_kernel="baseline"))).options
+    kernels = found.ce_kernel_type, found.norm_kernel, found.mlp_kernel, found.attention_kernel
+    assert kernels == ("fused_linear", "baseline", "ours", "ours")
+    program = "from train.config import Options, resolve; from train.step import with_kernels; "
+    program += "print(with_kernels(resolve(Options())).options)"
+    path = f"{ROOT / 'examples'}:{os.environ['PYTHONPATH']}"
+    without = {**os.environ, "PYTHONPATH": path, "XENTILE_XLA_LIBRARY": "absent.so"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=without, capture_output=True, text=True, check=True
+    )
+    assert all(f"{name}='baseline'" in done.stdout for name in BASELINE), done.stdout
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_order_of_a_batch_changes_rounding_alone(
     train: Runner, one_device: list[float], dtype: str
 ) -> None:
-    losses = train(num_train_steps=STEPS, dtype=dtype, permute_batch=True, remat=True).losses
+    of = {"dtype": dtype, "permute_batch": True, "remat": "full", **BASELINE}
+    losses = train(num_train_steps=STEPS, **of).losses
     assert largest(losses, one_device) < (SPREAD if dtype == "float32" else 2e-2)
 
 
@@ -117,10 +140,12 @@ def test_checkpoints_are_kept_to_the_newest(train: Runner, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--model_size huge", "no preset: choose from test, tiny, small, qwen2.5-0.5b"),
-        ("--ce_kernel_type liger", "unknown: choose from baseline, fused, fused_linear"),
-        ("--norm_kernel apex", "--norm_kernel apex is unknown: choose from baseline, ours"),
-        ("--mlp_kernel apex", "--mlp_kernel apex is unknown: choose from baseline, ours"),
+        ("--model_size huge", "no preset: choose from test, tiny, small, qwen2.5-0.5b, qwen2"),
+        ("--ce_kernel_type liger", "unknown: choose from auto, baseline, fused, fused_linear"),
+        ("--norm_kernel apex", "--norm_kernel apex is unknown: choose from auto, baseline, ours"),
+        ("--mlp_kernel apex", "--mlp_kernel apex is unknown: choose from auto, baseline, ours"),
+        ("--attention_kernel apex", "apex is unknown: choose from auto, baseline, ours"),
+        ("--remat some", "--remat some is unknown: choose from none, selective, attention, full"),
         ("--dtype int8", "--dtype int8 is unknown: choose from bfloat16, float32"),
         ("--batch_size 0", "--batch_size 0 is too small: give 1 or more"),
         ("--context_length 1", "--context_length 1 is too small: give 2 or more"),
@@ -271,11 +296,12 @@ def test_memory_budget_names_the_kernel_that_fits(
 ) -> None:
     """Logits of 1024 tokens x 16384 are most of the memory; the kernel without them has room."""
     of: dict[str, Any] = {"vocab_size": 16384, "context_length": 128, "num_train_steps": 1}
+    dense = {**of, "ce_kernel_type": "baseline"}
     message = r"with baseline takes \S+ GiB and has no room of 0.100 GiB: .*fused_linear \(0.0"
     with pytest.raises(RunError, match=message):
-        train(memory_budget=0.1, log=tmp_path / "run.jsonl", **of)
+        train(memory_budget=0.1, log=tmp_path / "run.jsonl", **dense)
     assert "fused_linear" in log.read(tmp_path / "run.jsonl")[-1]["error"]
-    found = train(memory_budget=0.1, ce_kernel_type="fused_linear", **of)
+    found = train(memory_budget=0.1, **of)
     assert found.status == "finished"
     with pytest.raises(RunError, match="no other kernel fits: lower --batch_size"):
         train(memory_budget=0.001, dtype="float32")
@@ -297,7 +323,7 @@ def test_running_out_of_memory_names_the_kernel_that_fits(
     monkeypatch.setattr(Program, "compile", lambda self: Refusing(compile_(self)))
     message = r"step with baseline takes 0.00\d GiB and has no room of 1.000 GiB: .*fused_linear \("
     with pytest.raises(RunError, match=message):
-        train(memory_budget=1.0)
+        train(memory_budget=1.0, **BASELINE)
 
 
 @pytest.mark.parametrize("kernel", ["baseline", "all"])

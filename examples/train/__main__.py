@@ -10,11 +10,13 @@ from pathlib import Path
 from command_line import INTERRUPTED, Parser
 
 from .config import (
+    AUTO,
     DTYPES,
     LAYER_KERNELS,
     LOSS_KERNELS,
     MESH_AXES,
     PRESETS,
+    REMATS,
     InputError,
     Options,
     RunError,
@@ -32,7 +34,7 @@ def parse(argv: Sequence[str] | None) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    loss, layer = ", ".join(LOSS_KERNELS), ", ".join(LAYER_KERNELS)
+    loss, layer = ", ".join((AUTO, *LOSS_KERNELS)), ", ".join((AUTO, *LAYER_KERNELS))
     add("--model_size", default=default.model_size, help=f"preset: {', '.join(PRESETS)}")
     add("--batch_size", type=int, help="sequences of a step (default: the preset's)")
     add("--context_length", type=int, help="tokens of a sequence (default: the preset's)")
@@ -41,9 +43,11 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--ce_kernel_type", default=default.ce_kernel_type, help=f"the loss: {loss}")
     add("--norm_kernel", default=default.norm_kernel, help=f"RMSNorm: {layer}")
     add("--mlp_kernel", default=default.mlp_kernel, help=f"SwiGLU: {layer}")
+    add("--attention_kernel", default=default.attention_kernel, help=f"attention: {layer}")
     add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
     add("--learning_rate", type=float, default=default.learning_rate)
-    add("--remat", action="store_true", help="recompute each block in the backward pass")
+    remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"
+    add("--remat", nargs="?", const="full", default=default.remat, help=remat)
     add("--mesh", default="", help=f"such as data=2,model=4; axes: {', '.join(MESH_AXES)}")
     add("--seed", type=int, default=default.seed, help="of parameters and of the data's order")
     add("--permute_batch", action="store_true", help="sum a batch in another order")

@@ -8,10 +8,14 @@ from typing import Literal, get_args
 LossKernel = Literal["baseline", "fused", "fused_linear"]
 LayerKernel = Literal["baseline", "ours"]
 Dtype = Literal["bfloat16", "float32"]
+Remat = Literal["none", "selective", "attention", "full"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+REMATS: tuple[Remat, ...] = get_args(Remat)
+# In the place of a kernel: the fastest that there is.
+AUTO = "auto"
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
 # vocabulary, of the embedding and of the head.
 MESH_AXES = ("data", "fsdp", "model")
@@ -73,9 +77,20 @@ PRESETS = {
     # The default: a minute on two cores. V is the tokenizer's.
     "tiny": Preset(Model(30522, 128, 4, 4, 2, 32, 384), 4, 128),
     "small": Preset(Model(30522, 512, 8, 8, 4, 64, 1536, tied=False, qk_norm=True), 8, 512),
-    # Dimensions of Qwen2.5-0.5B, from its published configuration.
+    # Dimensions of Qwen2.5-0.5B and 1.5B, from their published configurations.
     "qwen2.5-0.5b": Preset(
         Model(151936, 896, 24, 14, 2, 64, 4864, qkv_bias=True, rope_theta=1e6), 4, 8192
+    ),
+    "qwen2.5-1.5b": Preset(
+        Model(151936, 1536, 28, 12, 2, 128, 8960, qkv_bias=True, rope_theta=1e6), 4, 8192
+    ),
+    # Of Qwen3-0.6B, likewise.
+    "qwen3-0.6b": Preset(
+        Model(151936, 1024, 28, 16, 8, 128, 3072, qk_norm=True, rope_theta=1e6), 4, 8192
+    ),
+    # Of Llama-3.2-1B, but for the scaling of its positions.
+    "llama-3.2-1b": Preset(
+        Model(128256, 2048, 16, 32, 8, 64, 8192, rope_theta=5e5, norm_eps=1e-5), 4, 8192
     ),
 }
 
@@ -89,12 +104,13 @@ class Options:
     context_length: int | None = None
     vocab_size: int | None = None
     num_train_steps: int = 50
-    ce_kernel_type: str = "baseline"
-    norm_kernel: str = "baseline"
-    mlp_kernel: str = "baseline"
+    ce_kernel_type: str = AUTO
+    norm_kernel: str = AUTO
+    mlp_kernel: str = AUTO
+    attention_kernel: str = AUTO
     dtype: str = "bfloat16"
     learning_rate: float = 1e-3
-    remat: bool = False
+    remat: str = "none"
     mesh: str = ""
     seed: int = 0
     permute_batch: bool = False
@@ -151,10 +167,12 @@ def resolve(options: Options) -> Config:
             f"--model_size {options.model_size} is no preset: choose from {', '.join(PRESETS)}"
         )
     for flag, chosen, known in (
-        ("ce_kernel_type", options.ce_kernel_type, LOSS_KERNELS),
-        ("norm_kernel", options.norm_kernel, LAYER_KERNELS),
-        ("mlp_kernel", options.mlp_kernel, LAYER_KERNELS),
+        ("ce_kernel_type", options.ce_kernel_type, (AUTO, *LOSS_KERNELS)),
+        ("norm_kernel", options.norm_kernel, (AUTO, *LAYER_KERNELS)),
+        ("mlp_kernel", options.mlp_kernel, (AUTO, *LAYER_KERNELS)),
+        ("attention_kernel", options.attention_kernel, (AUTO, *LAYER_KERNELS)),
         ("dtype", options.dtype, DTYPES),
+        ("remat", options.remat, REMATS),
     ):
         if chosen not in known:
             raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")

@@ -14,7 +14,7 @@ from . import breakdown, data, model
 from . import log as logs
 from .checkpoint import Checkpoints
 from .config import Config, Options, RunError, resolve
-from .step import Program, kernels_within, make_program, program_bytes
+from .step import Program, kernels_within, make_program, program_bytes, with_kernels
 
 GIB = 2**30
 # Steps that --profile records, the last of a run.
@@ -62,7 +62,7 @@ def train(options: Options, say: Callable[[str], None] = print) -> Outcome:
         InputError: A value is wrong; nothing was computed.
         RunError: Memory or a disk has no room; the log's last record says so.
     """
-    config = resolve(options)
+    config = with_kernels(resolve(options))
     program = make_program(config)
     batches = data.load(config)
     is_resumed = options.resume is not None
@@ -202,9 +202,9 @@ class Run:
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
         windows = len(self.batches.ids)
         attention = (
-            "within segments, by a mask"
+            "within segments"
             if model.is_masked(config.length)
-            else f"causal over all of a sequence, as {config.length} tokens are too many for a mask"
+            else f"over all of a sequence, as {config.length} tokens are too many for a mask"
         )
         vocab = int(self.batches.ids.max()) + 1
         device = jax.devices()[0]
@@ -214,9 +214,10 @@ class Run:
             f"{config.length} tokens a step of {windows} sequences, "
             f"{config.devices} x {device.device_kind}"
         )
+        options = config.options
         self.say(
-            f"loss {config.options.ce_kernel_type}, norm {config.options.norm_kernel}, mlp "
-            f"{config.options.mlp_kernel}, {config.options.dtype}; attention {attention}"
+            f"loss {options.ce_kernel_type}, norm {options.norm_kernel}, mlp {options.mlp_kernel}, "
+            f"attention {options.attention_kernel} {attention}; {options.dtype}"
         )
         used = {
             "model": config.shape(),

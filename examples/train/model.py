@@ -5,6 +5,7 @@ Parameters are float32; what is computed is in the dtype that the model is calle
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,19 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import pallas_bridge
+from pallas_bridge import checkpoint_policies
 
-from .config import LayerKernel, Model
+from .config import LayerKernel, Model, Remat
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
 LONGEST_MASK = 2048
+# What blocks keep for the backward pass, by `--remat`; "full" keeps their arguments alone.
+POLICIES: dict[Remat, Any] = {
+    "selective": checkpoint_policies.save_products,
+    "attention": checkpoint_policies.save_attention,
+    "full": None,
+}
 
 
 def is_masked(length: int) -> bool:
@@ -50,8 +58,13 @@ def rotate(x: Array, cosines: Array, sines: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
-    """Causal attention of q [B, T, N, H] to k and v [B, T, K, H], within segments where masked."""
+def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+    """Causal attention of q [B, T, N, H] to k and v [B, T, K, H], within `segments` [B, T]."""
+    if kernel == "ours":
+        return pallas_bridge.flash_attention(q, k, v, causal=True, segment_ids=segments)
+    mask = None
+    if segments is not None:
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
     is_flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 and mask is None
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, implementation="cudnn" if is_flash else None
@@ -61,6 +74,15 @@ def attend(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
 def over_layers(step: Any, carry: Any, layers: Any) -> Any:
     """What is carried through all layers, whose parameters are stacked along a first axis."""
     return jax.lax.scan(lambda carry, layer: (step(carry, layer), None), carry, layers)[0]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the parts of a block."""
+
+    norm: LayerKernel = "baseline"
+    mlp: LayerKernel = "baseline"
+    attention: LayerKernel = "baseline"
 
 
 class Norm(nnx.Module):
@@ -96,11 +118,11 @@ class Norm(nnx.Module):
 class Block(nnx.Module):
     """Attention and a gated feed-forward layer, each after a norm."""
 
-    def __init__(self, of: Model, norm: LayerKernel, mlp: LayerKernel, rngs: nnx.Rngs) -> None:
+    def __init__(self, of: Model, kernels: Kernels, rngs: nnx.Rngs) -> None:
         """Begins with random numbers, smaller where they add to the residual stream."""
         normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
-        self.of, self.mlp = of, mlp
+        self.of, self.kernels, norm = of, kernels, kernels.norm
         self.norm1 = Norm(of.width, of.norm_eps, norm)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
@@ -113,14 +135,14 @@ class Block(nnx.Module):
         self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def __call__(
-        self, branch: Array, stream: Array, tables: tuple[Array, Array], mask: Array | None
+        self, branch: Array, stream: Array, tables: tuple[Array, Array], segments: Array | None
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.attention(x, tables, mask), stream)
+        x, stream = self.norm2.after(self.attention(x, tables, segments), stream)
         return self.feed_forward(x), stream
 
-    def attention(self, x: Array, tables: tuple[Array, Array], mask: Array | None) -> Array:
+    def attention(self, x: Array, tables: tuple[Array, Array], segments: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
         of = self.of
         with jax.named_scope("projections"):
@@ -131,7 +153,7 @@ class Block(nnx.Module):
             q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
         q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
-            mixed = attend(q, k, v, mask)
+            mixed = attend(self.kernels.attention, q, k, v, segments)
         with jax.named_scope("projections"):
             y: Array = mixed.reshape(*x.shape[:2], -1) @ self.out[...].astype(x.dtype)
             return y
@@ -158,7 +180,7 @@ class Block(nnx.Module):
         with jax.named_scope("projections"):
             packed = x @ self.up[...].astype(x.dtype)
         with jax.named_scope("activation"):
-            if self.mlp == "ours":
+            if self.kernels.mlp == "ours":
                 inner = pallas_bridge.swiglu(packed)
             else:
                 gate, up = jnp.split(packed, 2, axis=-1)
@@ -178,18 +200,17 @@ class Transformer(nnx.Module):
     def __init__(
         self,
         of: Model,
+        kernels: Kernels,
         *,
-        norm: LayerKernel = "baseline",
-        mlp: LayerKernel = "baseline",
-        remat: bool = False,
+        remat: Remat = "none",
         rngs: nnx.Rngs,
     ) -> None:
-        """Begins with random numbers; `remat` recomputes blocks in the backward pass."""
+        """Begins with random numbers; `remat` is what the backward pass computes again."""
         self.of, self.remat = of, remat
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
-        make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, norm, mlp)))
+        make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
         self.blocks = make(rngs)
-        self.norm = Norm(of.width, of.norm_eps, norm)
+        self.norm = Norm(of.width, of.norm_eps, kernels.norm)
         head = None if of.tied else nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         self.untied = head
 
@@ -213,12 +234,11 @@ class Transformer(nnx.Module):
         Returns:
             [B, T, D] in `dtype`.
         """
-        segments, positions = batch["segments"], batch["positions"]
-        mask = None
-        if is_masked(segments.shape[1]):
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-        else:
-            positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+        segments: Array | None = batch["segments"]
+        positions = batch["positions"]
+        length = positions.shape[1]
+        if not is_masked(length):
+            segments, positions = None, jnp.broadcast_to(jnp.arange(length), positions.shape)
         with jax.named_scope("embedding"):
             x = self.embedding[...][batch["tokens"]].astype(dtype)
             if tokens is not None:
@@ -226,12 +246,15 @@ class Transformer(nnx.Module):
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
         block, parameters = nnx.split(self.blocks)
+        # Matrices are rounded once a step, and not wherever a block is computed.
+        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
 
         def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, mask)
+            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, segments)
             return found
 
-        step = jax.checkpoint(step) if self.remat else step
+        if self.remat != "none":
+            step = jax.checkpoint(step, policy=POLICIES[self.remat])
         branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y

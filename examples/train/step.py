@@ -12,9 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .config import LOSS_KERNELS, Config, InputError
+import pallas_bridge
+
+from .config import AUTO, LOSS_KERNELS, Config, InputError
 from .losses import loss_of
-from .model import Transformer
+from .model import Kernels, Transformer
 
 WARMUP_STEPS = 10
 
@@ -129,16 +131,33 @@ class Program:
         return int(compiled.memory_analysis().temp_size_in_bytes), logits
 
 
+def with_kernels(config: Config) -> Config:
+    """A run whose kernels are named: `auto` is this project's wherever it has any.
+
+    Where there is no library that has kernels of the platform, it is the baseline.
+    """
+    options = config.options
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    rows = pallas_bridge.info().operations
+    named: dict[str, Any] = {}
+    for option, operation, ours in (
+        ("ce_kernel_type", "linear_cross_entropy", "fused_linear"),
+        ("norm_kernel", "rms_norm", "ours"),
+        ("mlp_kernel", "activation", "ours"),
+        ("attention_kernel", "flash_attention", "ours"),
+    ):
+        if getattr(options, option) == AUTO:
+            row = next((row for row in rows[operation] if row.platform == platform), None)
+            has_kernel = row is not None and row.implementation is not None
+            named[option] = ours if has_kernel else "baseline"
+    return dataclasses.replace(config, options=dataclasses.replace(options, **named))
+
+
 def make_model(config: Config) -> Transformer:
     """The model with parameters from the seed."""
     options: Any = config.options
-    return Transformer(
-        config.model,
-        norm=options.norm_kernel,
-        mlp=options.mlp_kernel,
-        remat=options.remat,
-        rngs=nnx.Rngs(options.seed),
-    )
+    kernels = Kernels(options.norm_kernel, options.mlp_kernel, options.attention_kernel)
+    return Transformer(config.model, kernels, remat=options.remat, rngs=nnx.Rngs(options.seed))
 
 
 def make_optimizer(learning_rate: float) -> optax.GradientTransformation:

@@ -27,16 +27,17 @@ import numpy as np
 from . import log
 
 ROOT = Path(__file__).resolve().parents[2]
+BLOCK = [
+    *("--norm_kernel", "baseline", "--mlp_kernel", "baseline"),
+    *("--attention_kernel", "baseline"),
+]
 # By the name in the table: what is asked for besides the options of all.
 RUNS = {
-    "baseline": ["--ce_kernel_type", "baseline"],
-    "baseline, permuted": ["--ce_kernel_type", "baseline", "--permute_batch"],
-    "fused": ["--ce_kernel_type", "fused"],
-    "fused_linear": ["--ce_kernel_type", "fused_linear"],
-    "fused_linear, norm, mlp": [
-        *("--ce_kernel_type", "fused_linear"),
-        *("--norm_kernel", "ours", "--mlp_kernel", "ours"),
-    ],
+    "baseline": ["--ce_kernel_type", "baseline", *BLOCK],
+    "baseline, permuted": ["--ce_kernel_type", "baseline", *BLOCK, "--permute_batch"],
+    "fused": ["--ce_kernel_type", "fused", *BLOCK],
+    "fused_linear": ["--ce_kernel_type", "fused_linear", *BLOCK],
+    "auto": [],
 }
 BASELINE, PERMUTED = list(RUNS)[:2]
 # Steps at which tokens a second are reported: warmed up, and steady.

@@ -229,7 +229,8 @@ def test_python_reference_has_all_names() -> None:
     public = {*re.findall(r'"(\w+)"', package.split("__all__ = [")[1].split("]")[0])}
     page = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\.\. auto\w+:: pallas_bridge\.([\w.]+)", page, re.MULTILINE)
-    for module in ("equinox", "generation", "losses", "nn", "nnx", "optax"):
+    modules = "checkpoint_policies", "equinox", "generation", "losses", "nn", "nnx", "optax"
+    for module in modules:
         path = ROOT / "pallas_bridge/src/pallas_bridge" / f"{module}.py"
         names = path.read_text(encoding="utf-8").split("__all__ = [")[1].split("]")[0]
         public |= {f"{module}.{name}" for name in re.findall(r'"(\w+)"', names)} | {module}

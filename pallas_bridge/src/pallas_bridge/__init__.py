@@ -5,8 +5,8 @@
 
 Kernels run as XLA custom calls inside any program, under `jit`, `grad`, `vmap` and a mesh; `info()`
 says which runs where. `nn` has the signatures of `jax.nn`, `losses` losses on preferences and
-rewards, and `generation` text generation; `pallas_bridge.nnx` and `pallas_bridge.equinox`, which
-are imported by name, have layers.
+rewards, `checkpoint_policies` what `jax.checkpoint` may keep, and `generation` text generation;
+`pallas_bridge.nnx` and `pallas_bridge.equinox`, which are imported by name, have layers.
 """
 
 import sys
@@ -24,7 +24,7 @@ except ImportError:
         raise
     sys.exit(doctor.main())
 
-from . import generation, losses, nn, optax
+from . import checkpoint_policies, generation, losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
 from ._src.causal_conv1d.api import causal_conv1d
@@ -67,6 +67,7 @@ __all__ = [
     "Quantized",
     "YarnScaling",
     "causal_conv1d",
+    "checkpoint_policies",
     "cross_entropy",
     "cross_entropy_per_token",
     "delayed_scale",

@@ -4,6 +4,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
 Implementation = Literal["reference", "custom_call", "pallas"]
 
 
@@ -38,6 +41,14 @@ class Operation:
         folder = f"{__package__}.{self.name}"
         entry = getattr(importlib.import_module(f"{folder}.api"), "EXPORTS", None)
         return entry or importlib.import_module(f"{folder}.exported")
+
+    def named(self, result: jax.Array) -> jax.Array:
+        """Returns a result under the operation's name, which policies of `jax.checkpoint` go by.
+
+        It is for derivative rules: what they keep for the backward pass has to have the name.
+        """
+        found: jax.Array = checkpoint_name(result, self.name)
+        return found
 
     def __repr__(self) -> str:
         """Its name."""

@@ -91,7 +91,7 @@ def _activation(options: Options, *arrays: jax.Array) -> jax.Array:
 
 
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    y = forward(options, *primals)
+    y = OPERATION.named(forward(options, *primals))
     moving = [linear.given(tangent) for tangent in tangents]
     if all(tangent is None for tangent in moving):
         return y, jnp.zeros_like(y)

@@ -225,7 +225,7 @@ def _convolve(options: Options, *arrays: jax.Array) -> jax.Array:
 
 @partial(_convolve.defjvp, symbolic_zeros=True)
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    y = _convolve(options, *primals)
+    y = OPERATION.named(_convolve(options, *primals))
     moving = [linear.given(tangents[index]) for index in options.moving]
     names = declared(FORWARD).operands(_attributes(options))
     dims = (names, [names[index] for index in options.moving])

@@ -136,7 +136,7 @@ def _attention(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    o, lse = forward(options, *primals, has_gradient=True)
+    o, lse = map(OPERATION.named, forward(options, *primals, has_gradient=True))
     places = _moving(options, len(primals))
     moving = [linear.given(tangents[place]) for place in places]
     if all(tangent is None for tangent in moving):

@@ -366,7 +366,7 @@ def _by_name(ring: Ring, has_sinks: bool, arrays: Sequence[jax.Array]) -> list[A
 
 
 def _with_residuals(ring: Ring, has_sinks: bool, *arrays: jax.Array) -> Any:
-    o, lse = _forward(ring, has_sinks, *arrays)
+    o, lse = map(OPERATION.named, _forward(ring, has_sinks, *arrays))
     return (o, lse), (arrays, o, lse)
 
 

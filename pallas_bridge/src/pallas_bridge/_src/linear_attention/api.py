@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -308,7 +309,8 @@ def _attend(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    o, state, saved = _forward(Program.of(options, primals), *primals)
+    found = _forward(Program.of(options, primals), *primals)
+    o, state, saved = jax.tree.map(lambda one: checkpoint_name(one, "linear_attention"), found)
     moving = [linear.given(one) for one in tangents]
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     residuals = [*primals, saved]

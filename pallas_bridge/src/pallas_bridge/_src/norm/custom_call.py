@@ -130,8 +130,10 @@ def _norm(options: Options, *arrays: Any) -> tuple[jax.Array, ...]:
 
 @partial(_norm.defjvp, symbolic_zeros=True)
 def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    results = forward(options, *primals)
     x, weight, _, _ = primals
+    found, named = forward(options, *primals), options.operation.named
+    # x itself is among them where there is no residual: with a name it would be kept twice.
+    results = tuple(one if one is x else named(one) for one in found)
     _, normalised, rstd = results
     statistics: tuple[jax.Array, ...] = (rstd,)
     if options.kind == "layer":

@@ -62,7 +62,7 @@ def rope(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.
     indices = jax.lax.broadcasted_iota(np.int32, x.shape[:-1], x.ndim - 3)
     indices, cos, sin = (laid_out(one, x) for one in (indices, cos, sin))
     x, *tables = vary_alike([x, indices, cos, sin])
-    return _rotate(options, tables, x)
+    return OPERATION.named(_rotate(options, tables, x))
 
 
 def _rotate(options: Options, tables: Sequence[jax.Array], x: jax.Array) -> jax.Array:

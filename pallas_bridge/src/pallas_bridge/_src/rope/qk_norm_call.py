@@ -189,7 +189,7 @@ def _qk_norm_rope(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @partial(_qk_norm_rope.defjvp, symbolic_zeros=True)
 def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    *turned, q_rstd, k_rstd = _forward(options, *primals)
+    *turned, q_rstd, k_rstd = map(OPERATION.named, _forward(options, *primals))
     moving = [linear.given(one) for one in tangents[:4]]
     if all(one is None for one in moving):
         return (*turned,), tuple(map(jnp.zeros_like, turned))
