@@ -80,7 +80,7 @@ def attention_by(kernel: str) -> Iterator[None]:
 
     Sequences are one document each, so that its mask has nothing to hide and is left out.
     """
-    with in_place_of("attend", lambda _, q, k, v, segments: attend(kernel, q, k, v)):
+    with in_place_of("attend", lambda _, q, k, v, within: attend(kernel, q, k, v)):
         yield
 
 

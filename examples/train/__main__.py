@@ -10,10 +10,9 @@ from pathlib import Path
 from command_line import INTERRUPTED, Parser
 
 from .config import (
-    AUTO,
     DTYPES,
-    LAYER_KERNELS,
-    LOSS_KERNELS,
+    LAYER_CHOICES,
+    LOSS_CHOICES,
     MESH_AXES,
     PRESETS,
     REMATS,
@@ -34,7 +33,7 @@ def parse(argv: Sequence[str] | None) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    loss, layer = ", ".join((AUTO, *LOSS_KERNELS)), ", ".join((AUTO, *LAYER_KERNELS))
+    loss, layer = ", ".join(LOSS_CHOICES), ", ".join(LAYER_CHOICES)
     add("--model_size", default=default.model_size, help=f"preset: {', '.join(PRESETS)}")
     add("--batch_size", type=int, help="sequences of a step (default: the preset's)")
     add("--context_length", type=int, help="tokens of a sequence (default: the preset's)")

@@ -16,6 +16,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 REMATS: tuple[Remat, ...] = get_args(Remat)
 # In the place of a kernel: the fastest that there is.
 AUTO = "auto"
+LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
 # vocabulary, of the embedding and of the head.
 MESH_AXES = ("data", "fsdp", "model")
@@ -167,10 +168,10 @@ def resolve(options: Options) -> Config:
             f"--model_size {options.model_size} is no preset: choose from {', '.join(PRESETS)}"
         )
     for flag, chosen, known in (
-        ("ce_kernel_type", options.ce_kernel_type, (AUTO, *LOSS_KERNELS)),
-        ("norm_kernel", options.norm_kernel, (AUTO, *LAYER_KERNELS)),
-        ("mlp_kernel", options.mlp_kernel, (AUTO, *LAYER_KERNELS)),
-        ("attention_kernel", options.attention_kernel, (AUTO, *LAYER_KERNELS)),
+        ("ce_kernel_type", options.ce_kernel_type, LOSS_CHOICES),
+        ("norm_kernel", options.norm_kernel, LAYER_CHOICES),
+        ("mlp_kernel", options.mlp_kernel, LAYER_CHOICES),
+        ("attention_kernel", options.attention_kernel, LAYER_CHOICES),
         ("dtype", options.dtype, DTYPES),
         ("remat", options.remat, REMATS),
     ):

@@ -58,17 +58,22 @@ def rotate(x: Array, cosines: Array, sines: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-    """Causal attention of q [B, T, N, H] to k and v [B, T, K, H], within `segments` [B, T]."""
+def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, within: Array | None) -> Array:
+    """Causal attention of q [B, T, N, H] to k and v [B, T, K, H].
+
+    `within` is what `reach_of` returns, or None for all tokens before.
+    """
     if kernel == "ours":
-        return pallas_bridge.flash_attention(q, k, v, causal=True, segment_ids=segments)
-    mask = None
-    if segments is not None:
-        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    is_flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 and mask is None
+        return pallas_bridge.flash_attention(q, k, v, causal=True, segment_ids=within)
+    is_flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 and within is None
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, implementation="cudnn" if is_flash else None
+        q, k, v, mask=within, is_causal=True, implementation="cudnn" if is_flash else None
     )
+
+
+def reach_of(kernel: LayerKernel, segments: Array) -> Array:
+    """Segments [B, T] as the kernel of attention takes them: plain JAX takes a mask."""
+    return segments if kernel == "ours" else (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
 def over_layers(step: Any, carry: Any, layers: Any) -> Any:
@@ -135,14 +140,14 @@ class Block(nnx.Module):
         self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def __call__(
-        self, branch: Array, stream: Array, tables: tuple[Array, Array], segments: Array | None
+        self, branch: Array, stream: Array, tables: tuple[Array, Array], within: Array | None
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.attention(x, tables, segments), stream)
+        x, stream = self.norm2.after(self.attention(x, tables, within), stream)
         return self.feed_forward(x), stream
 
-    def attention(self, x: Array, tables: tuple[Array, Array], segments: Array | None) -> Array:
+    def attention(self, x: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
         of = self.of
         with jax.named_scope("projections"):
@@ -153,7 +158,7 @@ class Block(nnx.Module):
             q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
         q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
-            mixed = attend(self.kernels.attention, q, k, v, segments)
+            mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
             y: Array = mixed.reshape(*x.shape[:2], -1) @ self.out[...].astype(x.dtype)
             return y
@@ -206,7 +211,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
-        self.of, self.remat = of, remat
+        self.of, self.kernels, self.remat = of, kernels, remat
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
         self.blocks = make(rngs)
@@ -234,11 +239,12 @@ class Transformer(nnx.Module):
         Returns:
             [B, T, D] in `dtype`.
         """
-        segments: Array | None = batch["segments"]
-        positions = batch["positions"]
-        length = positions.shape[1]
-        if not is_masked(length):
-            segments, positions = None, jnp.broadcast_to(jnp.arange(length), positions.shape)
+        segments, positions = batch["segments"], batch["positions"]
+        within = None
+        if is_masked(segments.shape[1]):
+            within = reach_of(self.kernels.attention, segments)
+        else:
+            positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
         with jax.named_scope("embedding"):
             x = self.embedding[...][batch["tokens"]].astype(dtype)
             if tokens is not None:
@@ -250,7 +256,7 @@ class Transformer(nnx.Module):
         parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
 
         def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, segments)
+            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within)
             return found
 
         if self.remat != "none":

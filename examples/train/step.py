@@ -132,9 +132,9 @@ class Program:
 
 
 def with_kernels(config: Config) -> Config:
-    """A run whose kernels are named: `auto` is this project's wherever it has any.
+    """A run whose kernels are named: `auto` is this project's function where `info()` has it run.
 
-    Where there is no library that has kernels of the platform, it is the baseline.
+    Where the platform has no implementation of it, `auto` is the baseline.
     """
     options = config.options
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
@@ -148,8 +148,8 @@ def with_kernels(config: Config) -> Config:
     ):
         if getattr(options, option) == AUTO:
             row = next((row for row in rows[operation] if row.platform == platform), None)
-            has_kernel = row is not None and row.implementation is not None
-            named[option] = ours if has_kernel else "baseline"
+            runs = row is not None and row.implementation is not None
+            named[option] = ours if runs else "baseline"
     return dataclasses.replace(config, options=dataclasses.replace(options, **named))
 
 

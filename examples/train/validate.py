@@ -27,10 +27,8 @@ import numpy as np
 from . import log
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = [
-    *("--norm_kernel", "baseline", "--mlp_kernel", "baseline"),
-    *("--attention_kernel", "baseline"),
-]
+# In blocks plain JAX alone.
+BLOCK = [f"--{part}_kernel=baseline" for part in ("norm", "mlp", "attention")]
 # By the name in the table: what is asked for besides the options of all.
 RUNS = {
     "baseline": ["--ce_kernel_type", "baseline", *BLOCK],

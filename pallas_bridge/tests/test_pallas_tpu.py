@@ -26,6 +26,13 @@ from pallas_bridge import cross_entropy, cross_entropy_per_token
 # Beside a GPU it would run there, launch by launch.
 pytestmark = pytest.mark.only("cpu", "Pallas' interpreter")
 
+OPTIONS = {
+    "label_smoothing": 0.2,
+    "z_loss": 1e-2,
+    "softcap": 15.0,
+    "temperature": 1.25,
+    "ignore_index": 3,
+}
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "one tile": (16, 128, "bfloat16", {}),
     "one tile, f32": (8, 128, "float32", {}),
@@ -37,20 +44,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "one column": (5, 1, "float32", {}),
     "wider than straight-line code": (3, 9001, "float32", {"block_size": 8192}),
     "default tile": (70, 257, "bfloat16", {}),
-    "all options": (
-        19,
-        300,
-        "float32",
-        {
-            "label_smoothing": 0.2,
-            "z_loss": 1e-2,
-            "softcap": 15.0,
-            "temperature": 1.25,
-            "ignore_index": 3,
-            "time_block": 8,
-            "block_size": 128,
-        },
-    ),
+    "all options": (19, 300, "float32", {**OPTIONS, "time_block": 8, "block_size": 128}),
     "smoothing": (18, 200, "bfloat16", {"label_smoothing": 0.1, "block_size": 128}),
     "z-loss": (18, 200, "bfloat16", {"z_loss": 1e-3, "block_size": 128}),
     "softcap": (18, 200, "float32", {"softcap": 30.0, "block_size": 128}),
@@ -81,13 +75,29 @@ def problem(
     return jnp.asarray(rng.normal(0, 3, (tokens, vocab)), dtype), jnp.asarray(labels, jnp.int32)
 
 
+def gradient_bound(expected: Oracle) -> np.ndarray:
+    """What the gradient of a token may have for a cotangent of 1."""
+    bound: np.ndarray = 1 + np.abs(2 * expected.z_loss * np.nan_to_num(expected.__dict__["lse"]))
+    return bound
+
+
+def assert_reduced(
+    name: str, expected: Oracle, factors: np.ndarray, value: jax.Array, dlogits: jax.Array
+) -> None:
+    """A weighted sum of losses, and its gradient."""
+    terms = np.where(factors == 0, 0, np.abs(factors) * expected.__dict__["size"]).sum()
+    assert_tokens(name, value[None], np.array([expected.reduced(factors)]), terms + 1e-30)
+    bound = np.abs(factors) * gradient_bound(expected)
+    assert_gradient(dlogits, expected.gradient(factors), bound, expected.softcap)
+
+
 def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **options: Any) -> None:
     """Per-token outputs and their gradient, and a weighted sum and its."""
     formula = {k: v for k, v in options.items() if k not in ("time_block", "block_size")}
     expected = Oracle(np.asarray(logits), np.asarray(labels), **formula)
     v = expected.__dict__
     keywords: Any = {"implementation": "pallas", "return_lse": True, **options}
-    bound = 1 + np.abs(2 * expected.z_loss * np.nan_to_num(v["lse"]))
+    bound = gradient_bound(expected)
     cotangents = rng.normal(size=(3, len(labels))).astype(np.float32)
     weights = rng.uniform(0.5, 2, len(labels)).astype(np.float32)
     weights[rng.random(len(labels)) < 0.2] = 0
@@ -107,9 +117,7 @@ def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **opti
         again, expected.gradient(*cotangents), np.abs(cotangents).max(0) * bound, expected.softcap
     )
     factors = expected.factors("sum", weights)
-    terms = np.where(factors == 0, 0, np.abs(factors) * v["size"]).sum()
-    assert_tokens("sum", value[None], np.array([expected.reduced(factors)]), terms + 1e-30)
-    assert_gradient(dlogits, expected.gradient(factors), np.abs(factors) * bound, expected.softcap)
+    assert_reduced("sum", expected, factors, value, dlogits)
     no_races()
 
 
@@ -133,19 +141,7 @@ ACROSS: dict[str, tuple[tuple[int, ...], int, str, dict[str, Any], tuple[int, in
     "many tiles, f32": ((128,), 1100, "float32", {}, (128, 512)),
     "two registers of tokens": ((2, 256), 1031, "float32", {}, (256, 512)),
     "sequences": ((3, 128), 1031, "bfloat16", {"softcap": 20.0}, (128, 1024)),
-    "all options": (
-        (128,),
-        1031,
-        "float32",
-        {
-            "label_smoothing": 0.2,
-            "z_loss": 1e-2,
-            "softcap": 15.0,
-            "temperature": 1.25,
-            "ignore_index": 3,
-        },
-        (128, 512),
-    ),
+    "all options": ((128,), 1031, "float32", OPTIONS, (128, 512)),
     "smoothing": ((128,), 200, "bfloat16", {"label_smoothing": 0.1}, (128, 8192)),
 }
 
@@ -173,15 +169,7 @@ def test_logits_that_lie_transposed(
         jax.make_jaxpr(function)(operand)
     ).replace(" ", "")
     value, dlogits = function(operand)
-    terms = np.where(factors == 0, 0, np.abs(factors) * expected.__dict__["size"]).sum()
-    assert_tokens("mean", value[None], np.array([expected.reduced(factors)]), terms + 1e-30)
-    bound = 1 + np.abs(2 * expected.z_loss * np.nan_to_num(expected.__dict__["lse"]))
-    assert_gradient(
-        dlogits.reshape(tokens, vocab),
-        expected.gradient(factors),
-        np.abs(factors) * bound,
-        expected.softcap,
-    )
+    assert_reduced("mean", expected, factors, value, dlogits.reshape(tokens, vocab))
     no_races()
 
 

@@ -54,13 +54,13 @@ def matmul(variant: str, block: int, x: jax.Array, y: jax.Array) -> jax.Array:
     """The product of x [N, N] and y [N, N], which `rhs` takes transposed."""
     size = x.shape[0]
     rows, inner, columns = BLOCKS[block]
-    of_y = pl.BlockSpec((inner, columns), lambda row, column, step: (step, column))
+    y_spec = pl.BlockSpec((inner, columns), lambda row, column, step: (step, column))
     if variant == "rhs":
-        of_y = pl.BlockSpec((columns, inner), lambda row, column, step: (column, step))
+        y_spec = pl.BlockSpec((columns, inner), lambda row, column, step: (column, step))
     return pl.pallas_call(
         partial(kernel, variant),
         grid=(size // rows, size // columns, size // inner),
-        in_specs=[pl.BlockSpec((rows, inner), lambda row, column, step: (row, step)), of_y],
+        in_specs=[pl.BlockSpec((rows, inner), lambda row, column, step: (row, step)), y_spec],
         out_specs=pl.BlockSpec((rows, columns), lambda row, column, step: (row, column)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],

@@ -2,7 +2,7 @@
 
     python old_kernel.py FOLDER T V BLOCK_SIZE TIME_BLOCK...
 
-Writes FOLDER/old_<TIME_BLOCK>.json and .mlirbc, old_1 for the dense program, and old_0 for the
+Writes FOLDER/old_<TIME_BLOCK>.json and .mlirbc; a TIME_BLOCK of 1 is the dense program, and 0 the
 present kernel, whose logits enter the program as the old one's did. The old one is a grid of tiles
 [TIME_BLOCK, BLOCK_SIZE], first an online softmax over each block of rows, then, over the same
 tiles again, the gradient. It is what the estimates of xentile-tools are held against, and nothing
@@ -152,5 +152,5 @@ def write(folder: Path, tokens: int, vocab: int, block_size: int, time_block: in
 if __name__ == "__main__":
     folder, *extents = sys.argv[1:]
     tokens, vocab, block_size, *time_blocks = map(int, extents)
-    for time_block in [0, 1, *time_blocks]:
+    for time_block in time_blocks:
         write(Path(folder), tokens, vocab, block_size, time_block)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .tpu_chunks import over_chunks
 from .tpu_kernel_across import AcrossSweeps
 from .tpu_plan import LAG, LANES, NUMBERS, Plan, sublanes
 
@@ -54,6 +55,20 @@ class Formula:
             t = z * (self.temperature / self.softcap)
             d = d * ((1 - t) * (1 + t))
         return d if self.temperature == 1 else d * (1 / self.temperature)
+
+    def gradient(self, z: jax.Array, shift: Any, factor: Any, even: Any, active: Any) -> jax.Array:
+        """The gradient of logits that are not their token's label, of what `cap` returns.
+
+        The other arguments are scalars of tokens; `even` is None without smoothing.
+        """
+        d = jnp.exp(z - shift) * factor
+        if even is not None:
+            d += even
+            if self.softcap is None:
+                # NaN where the whole row is.
+                d = jnp.where(z == -jnp.inf, factor * 0.0, d)
+        d = self.times_slope(d, z)
+        return jnp.where(active, d, 0.0)
 
 
 def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -> None:
@@ -190,10 +205,10 @@ class _Tiles:
                     outside: tuple[Any, ...]
                     inside = (slot, *plan.order(pl.ds(0, height), pl.ds(0, width)))
                     if plan.is_across:
-                        of_sequence = plan.blocks // plan.sequences
-                        first = lax.rem(row, of_sequence) * plan.time_block
+                        sequence_blocks = plan.blocks // plan.sequences
+                        first = lax.rem(row, sequence_blocks) * plan.time_block
                         outside = (
-                            lax.div(row, of_sequence),
+                            lax.div(row, sequence_blocks),
                             pl.ds(pl.multiple_of(column * plan.block_size, unit), width),
                             pl.ds(pl.multiple_of(first, LANES), height),
                         )
@@ -301,26 +316,10 @@ class _Sweeps:
     def over_columns(self, tile: Any, act: Callable[..., Any], carry: Any) -> Any:
         """Folds `act` over chunks: first column, registers, and valid lanes of the last."""
         plan = self.plan
-        last_columns = plan.vocab - (plan.tiles - 1) * plan.block_size
         size = min(CHUNK, plan.block_size)
         while plan.block_size % size:
             size -= LANES
-        full = plan.block_size // size
-        whole = last_columns // size
-        chunks = jnp.where(tile == plan.tiles - 1, whole, full) if whole != full else full
-
-        def body(index: Any, carry: Any) -> Any:
-            return act(pl.multiple_of(index * size, LANES), size // LANES, LANES, carry)
-
-        carry = lax.fori_loop(0, chunks, body, carry)
-        if rest := last_columns % size:
-
-            def tail(carry: Any) -> Any:
-                registers = -(-rest // LANES)
-                return act(whole * size, registers, rest - (registers - 1) * LANES, carry)
-
-            carry = lax.cond(tile == plan.tiles - 1, tail, lambda carry: carry, carry)
-        return carry
+        return over_chunks(plan, tile, size, LANES, act, carry)
 
     def pieces(self, registers: int, lanes: int) -> list[tuple[int, int, Any, jax.Array | None]]:
         """Splits a chunk into pieces of the size of vector units.
@@ -439,15 +438,11 @@ class _Sweeps:
                 chunk = self.chunk_of(slot, group, column, registers)
                 for top, count, where, _ in self.pieces(registers, lanes):
                     z = formula.cap(chunk[where].astype(jnp.float32))
-                    factor = _repeated(factors[top], count)
-                    d = jnp.exp(z - _repeated(shifts[top], count)) * factor
-                    if even is not None:
-                        d += _repeated(even[top], count)
-                        if formula.softcap is None:
-                            # NaN where the whole row is.
-                            d = jnp.where(z == -jnp.inf, factor * 0.0, d)
-                    d = formula.times_slope(d, z)
-                    d = jnp.where(_repeated(active[top], count), d, 0.0)
+                    scalars = (
+                        None if one is None else _repeated(one[top], count)
+                        for one in (shifts, factors, even, active)
+                    )
+                    d = formula.gradient(z, *scalars)
                     chunk[where] = d.astype(self.plan.dtype)
                 return carry
 

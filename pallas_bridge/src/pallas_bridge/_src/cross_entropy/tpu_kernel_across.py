@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from .tpu_chunks import over_chunks
 from .tpu_plan import LANES, Plan, sublanes
 
 # Registers that are unrolled at a time, and accumulators of each kind.
@@ -32,32 +33,13 @@ class AcrossSweeps:
             act(pl.ds(first, LANES))
 
     def over_rows(self, tile: Any, slot: Any, group: Any, act: Any, carry: Any) -> Any:
-        """Folds `act` over a tile: a view, its registers, valid rows of the last, and the carry.
-
-        The last tile alone is ragged: others are whole chunks.
-        """
-        plan, unit = self.plan, self.unit
-        size = CHUNK * unit
-        last_rows = plan.vocab - (plan.tiles - 1) * plan.block_size
-        full, whole = plan.block_size // size, last_rows // size
+        """Folds `act` over a tile: a view, its registers, valid rows of the last, and the carry."""
 
         def run(first: Any, registers: int, rows: int, carry: Any) -> Any:
-            view = self.ring.at[slot, pl.ds(first, registers * unit), group]
+            view = self.ring.at[slot, pl.ds(first, registers * self.unit), group]
             return act(view, registers, rows, carry)
 
-        def body(index: Any, carry: Any) -> Any:
-            return run(pl.multiple_of(index * size, size), CHUNK, unit, carry)
-
-        chunks = jnp.where(tile == plan.tiles - 1, whole, full) if whole != full else full
-        carry = lax.fori_loop(0, chunks, body, carry)
-        if rest := last_rows % size:
-
-            def tail(carry: Any) -> Any:
-                registers = -(-rest // unit)
-                return run(whole * size, registers, rest - (registers - 1) * unit, carry)
-
-            carry = lax.cond(tile == plan.tiles - 1, tail, lambda carry: carry, carry)
-        return carry
+        return over_chunks(self.plan, tile, CHUNK * self.unit, self.unit, run, carry)
 
     def reduce(self, tile: Any, slot: Any) -> None:
         """Adds a tile to the maxima and sums of its tokens."""
@@ -128,14 +110,7 @@ class AcrossSweeps:
             def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
                 for register in range(registers):
                     z = formula.cap(self.load(view, register).astype(jnp.float32))
-                    d = jnp.exp(z - shift) * factor
-                    if even is not None:
-                        d += even
-                        if formula.softcap is None:
-                            # NaN where the whole row is.
-                            d = jnp.where(z == -jnp.inf, factor * 0.0, d)
-                    d = formula.times_slope(d, z)
-                    d = jnp.where(active, d, 0.0)
+                    d = formula.gradient(z, shift, factor, even, active)
                     view[pl.ds(register * self.unit, self.unit), :] = d.astype(self.plan.dtype)
                 return carry
 
