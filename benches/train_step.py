@@ -4,11 +4,12 @@
         [--programs KERNELS/REMAT ...] [--torch PROGRAM ...] [--parts KERNELS/REMAT ...]
 
 KERNELS is "ours" (what `auto` takes), "baseline" (plain JAX with cuDNN's attention), or "ours" with
-parts in plain JAX, such as ours-attention. REMAT is a value of `--remat`. All programs of a model
-step in turns from one state, on random tokens, so that a change of the machine's speed affects all
-of them. `--torch` runs the same step by Hugging Face's model with Liger: liger, liger+compile, each
-with /none or /full, in a process of its own. `--parts` profiles programs, without CUDA graphs: the
-time of each part of a step, forward and backward, beside the least that its GEMMs and bytes take.
+parts in plain JAX, such as ours-attention. REMAT is a value of `--remat`, "/unrolled" after it one
+of `--layer_loop`. All programs of a model step in turns from one state, on random tokens, so that a
+change of the machine's speed affects all of them. `--torch` runs the same step by Hugging Face's
+model with Liger: liger, liger+compile, each with /none or /full, in a process of its own. `--parts`
+profiles programs, without CUDA graphs: the time of each part of a step, forward and backward,
+beside the least that its GEMMs and bytes take.
 """
 
 import concurrent.futures
@@ -37,28 +38,33 @@ PROGRAMS = (
     "ours/full",
 )
 FIRST_STEPS, ROUNDS, CALLS = 2, 5, 2
-PARTS_OF_KERNELS = ("norm", "mlp", "attention")
+KERNEL_OPTIONS = {
+    "loss": "ce_kernel_type",
+    "norm": "norm_kernel",
+    "mlp": "mlp_kernel",
+    "attention": "attention_kernel",
+}
 
 
 def config_of(model: str, program: str, batch: int | None) -> Any:
-    """Returns the configuration of examples/train for "KERNELS/REMAT"."""
+    """Returns the configuration of examples/train for "KERNELS/REMAT[/unrolled]"."""
     from train.config import Options, resolve
     from train.step import with_kernels
 
-    kernels, _, remat = program.partition("/")
+    kernels, *rest = program.split("/")
+    remat, loop = [*rest, *("none", "scan")[len(rest) :]]
     base, *plain = kernels.split("-")
-    if base not in ("ours", "baseline") or not set(plain) <= {*PARTS_OF_KERNELS, "loss"}:
+    if base not in ("ours", "baseline") or not set(plain) <= KERNEL_OPTIONS.keys():
+        parts = ", ".join(f"-{part}" for part in KERNEL_OPTIONS)
         raise SystemExit(
-            f"error: program {program} is unknown: begin with ours or baseline, "
-            f"then -norm, -mlp, -attention, -loss for parts in plain JAX"
+            f"error: program {program} is unknown: begin with ours or baseline, then {parts} for "
+            f"parts in plain JAX"
         )
-    named: dict[str, Any] = {f"{part}_kernel": "baseline" for part in PARTS_OF_KERNELS}
-    named["ce_kernel_type"] = "baseline"
-    if base == "ours":
-        named = {
-            f"{part}_kernel": "baseline" if part in plain else "auto" for part in PARTS_OF_KERNELS
-        } | {"ce_kernel_type": "baseline" if "loss" in plain else "auto"}
-    options = Options(model_size=model, remat=remat or "none", batch_size=batch, **named)
+    named: dict[str, Any] = {
+        option: "auto" if base == "ours" and part not in plain else "baseline"
+        for part, option in KERNEL_OPTIONS.items()
+    }
+    options = Options(model_size=model, remat=remat, layer_loop=loop, batch_size=batch, **named)
     return with_kernels(resolve(options))
 
 
