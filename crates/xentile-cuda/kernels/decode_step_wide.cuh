@@ -920,3 +920,22 @@ __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
 }
 
 }  // namespace xentile::decode_step::wide
+
+// For src/decode_step/arguments.rs.
+#define XENTILE_DECODE_STEP_NUMBERS(name)                                                       \
+  inline constexpr int kDecodeStep##name##LayerStages =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kLayerStages;      \
+  inline constexpr int kDecodeStep##name##SharedBytes4 =                                        \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kBytes;            \
+  inline constexpr int kDecodeStep##name##SharedBytes8 =                                        \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 2>::kBytes;            \
+  inline constexpr int kDecodeStep##name##StateWords4 =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kStateWords;       \
+  inline constexpr int kDecodeStep##name##StateWords8 =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 2>::kStateWords;
+
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Small)
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Medium)
+XENTILE_DECODE_STEP_NUMBERS(LlamaSmall)
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Large)
+XENTILE_DECODE_STEP_NUMBERS(LlamaLarge)
