@@ -178,9 +178,7 @@ def _stages(matrices: Array, by_columns: bool = False) -> Array:
     count, turns, rows, columns = matrices.shape
     parts = columns // COLUMNS
     # CTA, group of rows, row; warp, part, tile of 32 columns, lane's 8 columns.
-    split = matrices.reshape(
-        count, turns, CTAS, rows // CTAS // ROWS, ROWS, WARPS, parts, 2, 4, 8
-    )
+    split = matrices.reshape(count, turns, CTAS, rows // CTAS // ROWS, ROWS, WARPS, parts, 2, 4, 8)
     order = (6, 3, 1) if by_columns else (3, 1, 6)
     return split.transpose(0, *order, 2, 5, 7, 4, 8, 9).reshape(count, -1, STAGE)
 
