@@ -120,8 +120,8 @@ def test_packed_weights_are_where_the_kernel_reads_them(
     packed = np.asarray(kernel.pack_weights(params, config))
     layers = {name: np.asarray(one) for name, one in params["layers"].items()}
     mlp = config.mlp_size
-    # Matrices [L, M, O, I] in their order, M of them by turns, and whether all rows of a CTA are side
-    # by side.
+    # Matrices [L, M, O, I] in their order, M of them by turns, and whether all rows of a CTA are
+    # side by side.
     orders = [
         (layers["qkv"][:, None], False),
         (layers["out"][:, None], True),

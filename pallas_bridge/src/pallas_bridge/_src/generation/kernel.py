@@ -172,8 +172,8 @@ _pack = jax.jit(pack_weights, static_argnums=1)
 def _stages(matrices: Array, by_columns: bool = False) -> Array:
     """Returns stages [L, T, 8192] of matrices [L, M, O, I], 8 rows of each of M by turns.
 
-    A CTA has all columns of its first 8 rows, then of the next; or, `by_columns`, all of its rows of
-    the first 1024 columns, then of the next.
+    A CTA has all columns of its first 8 rows, then of the next; or, `by_columns`, all of its rows
+    of the first 1024 columns, then of the next.
     """
     count, turns, rows, columns = matrices.shape
     parts = columns // COLUMNS
