@@ -293,6 +293,9 @@ impl DecodeStep {
         for (name, array) in [
             ("packed", arrays.packed),
             ("embedding", arrays.embedding),
+            ("attention_norm", arrays.attention_norm),
+            ("mlp_norm", arrays.mlp_norm),
+            ("norm", arrays.norm),
             ("keys", arrays.keys.cast_const()),
             ("values", arrays.values.cast_const()),
             ("state", arrays.state.cast_const()),
