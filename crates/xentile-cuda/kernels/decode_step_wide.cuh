@@ -297,7 +297,12 @@ struct Normed {
   __device__ void read(const Consumer<P>& w, const DecodeStepArguments& a, const void* norm,
                        const uint64_t* vector, uint32_t tag) {
     constexpr int kCount = P::kHiddenParts * P::kQuads, kAtOnce = kCount > 1 ? 2 : 1;
-    const auto* const norms = static_cast<const __nv_bfloat16*>(norm);
+    // Before the packets, for which the warp waits.
+    uint4 norms[P::kHiddenParts];
+#pragma unroll
+    for (int part = 0; part < P::kHiddenParts; ++part)
+      norms[part] = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(norm) +
+                                                    w.template column<P::kHiddenParts>(part));
     float squares[P::kQuads] = {};
 #pragma unroll
     for (int i = 0; i < kCount; i += kAtOnce) {
@@ -335,8 +340,7 @@ struct Normed {
         const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
 #pragma unroll
         for (int k = 0; k < 8; ++k) squares[quad] += found[j][k] * found[j][k];
-        x[part][quad] = scaled(found[j], *reinterpret_cast<const uint4*>(
-                                             norms + w.template column<P::kHiddenParts>(part)));
+        x[part][quad] = scaled(found[j], norms[part]);
       }
     }
 #pragma unroll
@@ -508,6 +512,17 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     const int first = kind < P::kGroup    ? (P::kGroup * kv_head + kind) * P::kHead
                       : kind == P::kGroup ? P::kQuery + kv_head * P::kHead
                                           : P::kQuery + P::kKv + kv_head * P::kHead;
+    // Before the packets, for which the warp waits.
+    const int at = w.template at<Row>(P::kRowsAt)[s].position * kQuarter + l;
+    const float2 cosine = reinterpret_cast<const float2*>(a.cosines)[at];
+    const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
+    uint32_t norm_first = 0, norm_second = 0;
+    if constexpr (P::kHeadNorms) {
+      const auto* const norm = static_cast<const uint32_t*>(kind < P::kGroup ? a.q_norm : a.k_norm) +
+                               layer * (P::kHead / 2);
+      norm_first = norm[l];
+      norm_second = norm[kQuarter + l];
+    }
     const uint64_t* const from = a.state + P::kQkvAt + s * P::kQkv + first + 2 * l;
     const uint64_t* const pairs[2] = {from, from + P::kHead / 2};
     uint32_t found[4];
@@ -518,21 +533,15 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     __nv_bfloat16* to;
     if (kind <= P::kGroup) {
       if constexpr (P::kHeadNorms) {
-        const auto* const norm = static_cast<const uint32_t*>(kind < P::kGroup ? a.q_norm : a.k_norm) +
-                                 layer * (P::kHead / 2);
         const float factor =
             rsqrtf(sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) *
                        (1.0f / P::kHead) +
                    a.eps);
-        const uint32_t norm_first = norm[l], norm_second = norm[kQuarter + l];
         x[0] *= factor * low(norm_first);
         x[1] *= factor * high(norm_first);
         x[2] *= factor * low(norm_second);
         x[3] *= factor * high(norm_second);
       }
-      const int at = w.template at<Row>(P::kRowsAt)[s].position * kQuarter + l;
-      const float2 cosine = reinterpret_cast<const float2*>(a.cosines)[at];
-      const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
       const float y[4] = {x[0] * cosine.x - x[2] * sine.x, x[1] * cosine.y - x[3] * sine.y,
                           x[2] * cosine.x + x[0] * sine.x, x[3] * cosine.y + x[1] * sine.y};
       // Queries take 1 / sqrt(kHead), and log2(e), as scores are exponents of 2.
@@ -784,9 +793,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   const Output own = output_of<P>(warp, lane);
   const Row* const rows = w.template at<Row>(P::kRowsAt);
   const bool is_there = own.sequence < a.batch;
-  const auto* const norms = [](const void* array) {
-    return static_cast<const __nv_bfloat16*>(array);
-  }(a.attention_norm);
+  const auto* const norms = static_cast<const __nv_bfloat16*>(a.attention_norm);
   const auto* const mlp_norms = static_cast<const __nv_bfloat16*>(a.mlp_norm);
   // Residuals of this CTA's columns.
   float residual[P::kOutBlocks] = {};
