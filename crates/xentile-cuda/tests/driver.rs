@@ -405,7 +405,7 @@ fn all_ctas_of_a_token_run_at_once() {
         "`keys` is at 0x20008; it must be at a multiple of 16",
         "tensor 0x40000 dtype 9 extents 512 163840 stride 1024 box 64 64",
         "launch decode_step_llama_small_8 stream 1 grid 128 block 640 shared 225792 cluster 1 first 0x40000 loads \
-         1 cooperative",
+         2 cooperative",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }
