@@ -237,7 +237,7 @@ def step(
     attributes = {
         "heads": np.int64(config.heads),
         "mlp_size": np.int64(config.mlp_size),
-        "qk_norm": config.qk_norm,
+        "qk_norm": np.bool_(config.qk_norm),
         "eps": np.float64(config.eps),
     }
     return Step(*call(*operands, **attributes))
