@@ -19,6 +19,8 @@ from pallas_bridge.generation import (
     pack,
 )
 
+from pallas_bridge import Llama3Scaling
+
 CONFIG = DecoderConfig(
     layers=2,
     hidden_size=1024,
@@ -33,6 +35,25 @@ CONFIG = DecoderConfig(
 )
 UNTIED = dataclasses.replace(CONFIG, tied_head=False, vocab_size=4096)
 LENGTH = 2048
+
+
+def config_of(name: str, layers: int = 2) -> DecoderConfig:
+    """A config with the dimensions that the kernel has of a model."""
+    hidden_size, heads, head_dim, mlp_size, qk_norm = kernel.DIMENSIONS[name]
+    return dataclasses.replace(
+        CONFIG,
+        layers=layers,
+        hidden_size=hidden_size,
+        heads=heads,
+        head_dim=head_dim,
+        mlp_size=mlp_size,
+        qk_norm=qk_norm,
+        rope_scaling=None if qk_norm else Llama3Scaling(32.0, 1.0, 4.0, 8192),
+    )
+
+
+LLAMA = config_of("Llama-3.2-1B", 1)
+QWEN3 = config_of("Qwen3-1.7B", 1)
 
 on_hopper = pytest.mark.only("cuda", "the kernel is for GPUs")
 
@@ -52,8 +73,8 @@ def draw_params(config: DecoderConfig, seed: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(scaled, params)
 
 
-def draw_cache(config: DecoderConfig, seed: int = 2) -> Cache:
-    shape = (config.layers, 1, LENGTH, config.kv_heads, config.head_dim)
+def draw_cache(config: DecoderConfig, batch: int = 1, seed: int = 2) -> Cache:
+    shape = (config.layers, batch, LENGTH, config.kv_heads, config.head_dim)
     keys = jax.random.split(jax.random.key(seed))
     return Cache(*(jax.random.normal(one, shape, jnp.bfloat16) for one in keys))
 
@@ -70,7 +91,9 @@ def numbered(config: DecoderConfig) -> Any:
     return jax.tree.map(fill, jax.eval_shape(lambda: init_params(config)))
 
 
-@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, UNTIED, LLAMA, QWEN3], ids=["tied", "untied", "llama", "qwen3"]
+)
 def test_packed_weights_are_the_matrices(config: DecoderConfig) -> None:
     params = numbered(config)
     packed = np.asarray(kernel.pack_weights(params, config))
@@ -88,34 +111,53 @@ def test_packed_weights_are_the_matrices(config: DecoderConfig) -> None:
     np.testing.assert_array_equal(found, right)
 
 
-def test_packed_weights_are_where_the_kernel_reads_them(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3], ids=["small", "llama", "qwen3"])
+def test_packed_weights_are_where_the_kernel_reads_them(
+    config: DecoderConfig, rng: np.random.Generator
+) -> None:
     """By the kernel's own indices: stage, CTA, warp, tile of 32 columns, row, and 8 columns."""
-    params = numbered(CONFIG)
-    packed = np.asarray(kernel.pack_weights(params, CONFIG))
+    params = numbered(config)
+    packed = np.asarray(kernel.pack_weights(params, config))
     layers = {name: np.asarray(one) for name, one in params["layers"].items()}
-    # The first stage, stages of rows of a CTA, parts of columns, and the first row of each matrix.
-    places = [
-        (0, 4, 1, layers["qkv"], 0),
-        (4, 1, 2, layers["out"], 0),
-        (6, 3, 1, layers["gate_up"], 0),
-        (9, 3, 1, layers["gate_up"], CONFIG.mlp_size),
-        (12, 1, 3, layers["down"], 0),
+    mlp = config.mlp_size
+    # Matrices [L, M, O, I] in their order, M of them by turns, and whether all rows of a CTA are
+    # side by side.
+    orders = [
+        (layers["qkv"][:, None], False),
+        (layers["out"][:, None], True),
+        (layers["gate_up"].reshape(config.layers, 2, mlp, -1), False),
+        (layers["down"][:, None], True),
     ]
-    for _ in range(200):
-        layer, cta, warp, g, t = (int(rng.integers(n)) for n in (CONFIG.layers, 128, 16, 8, 4))
-        first, groups, parts, matrix, above = places[rng.integers(len(places))]
-        group, part, tile = (int(rng.integers(n)) for n in (groups, parts, 2))
-        stage = (layer * 15 + first + group * parts + part) * 128 + cta
+    parts = [matrix.shape[3] // 1024 for matrix, _ in orders]
+    groups = [matrix.shape[2] // 128 // 8 for matrix, _ in orders]
+    stages = [
+        matrix.shape[1] * group * part
+        for (matrix, _), group, part in zip(orders, groups, parts, strict=True)
+    ]
+    for _ in range(300):
+        layer, cta, warp, g, t = (int(rng.integers(n)) for n in (config.layers, 128, 16, 8, 4))
+        which = int(rng.integers(4))
+        matrix, by_columns = orders[which]
+        turn, group, part, tile = (
+            int(rng.integers(n)) for n in (matrix.shape[1], groups[which], parts[which], 2)
+        )
+        if by_columns:
+            stage = part * groups[which] + group
+        else:
+            stage = (group * matrix.shape[1] + turn) * parts[which] + part
+        stage = (layer * sum(stages) + sum(stages[:which]) + stage) * 128 + cta
         at = (((warp * 2 + tile) * 8 + g) * 4 + t) * 8
-        row = above + (cta * groups + group) * 8 + g
-        column = ((warp * parts + part) * 2 + tile) * 32 + t * 8
-        right = matrix[layer, row, column : column + 8]
+        row = (cta * groups[which] + group) * 8 + g
+        column = ((warp * parts[which] + part) * 2 + tile) * 32 + t * 8
+        right = matrix[layer, turn, row, column : column + 8]
         np.testing.assert_array_equal(packed[stage, at : at + 8], right)
-    head = np.asarray(params["embedding"])
-    tile, g, k, t = 77, 3, 29, 2
-    at = ((k * 8 + g) * 4 + t) * 8
-    right = head[tile * 8 + g, k * 32 + t * 8 :][:8]
-    np.testing.assert_array_equal(packed[CONFIG.layers * 15 * 128 + tile, at : at + 8], right)
+    head, count = np.asarray(params["embedding"]), config.hidden_size // 1024
+    tile, g, warp, t, part, half = 77, 3, 11, 2, count - 1, 1
+    at = (((warp * 2 + half) * 8 + g) * 4 + t) * 8
+    column = ((warp * count + part) * 2 + half) * 32 + t * 8
+    right = head[tile * 8 + g, column:][:8]
+    stage = config.layers * sum(stages) * 128 + tile * count + part
+    np.testing.assert_array_equal(packed[stage, at : at + 8], right)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +189,27 @@ def test_pack_changes_nothing_where_there_is_no_kernel() -> None:
     assert pack(params, CONFIG) is params
 
 
-def by_layers(params: Any, config: DecoderConfig, cache: Cache, token: int, position: int) -> Any:
-    tokens, positions = jnp.array([token], jnp.int32), jnp.array([position], jnp.int32)
+@pytest.mark.parametrize("name", kernel.DIMENSIONS)
+def test_configs_that_the_kernel_covers(name: str) -> None:
+    config = config_of(name)
+    assert kernel.covers(config)
+    assert not kernel.covers(dataclasses.replace(config, qk_norm=not config.qk_norm))
+    # A batch of 1 to 4, or to 8, has the words of a kernel.
+    words = [kernel.state_words(config, batch) for batch in range(1, 9)]
+    assert len(set(words[1:4])) == len(set(words[4:])) == 1 and words[1] < words[4]
+
+
+def by_layers(params: Any, config: DecoderConfig, cache: Cache, token: Any, position: Any) -> Any:
+    tokens, positions = (jnp.atleast_1d(jnp.asarray(x, jnp.int32)) for x in (token, position))
     copied = jax.tree.map(jnp.copy, cache)
     return model._decode_step(params, config, copied, tokens, positions, False)
 
 
 def in_one_kernel(
-    params: Any, config: DecoderConfig, cache: Cache, token: int, position: int
+    params: Any, config: DecoderConfig, cache: Cache, token: Any, position: Any
 ) -> Any:
-    tokens, positions = jnp.array([token], jnp.int32), jnp.array([position], jnp.int32)
-    assert kernel.is_packed(params, config, 1)
+    tokens, positions = (jnp.atleast_1d(jnp.asarray(x, jnp.int32)) for x in (token, position))
+    assert kernel.is_packed(params, config, tokens.size)
     return decode_step(params, config, jax.tree.map(jnp.copy, cache), tokens, positions)
 
 
@@ -190,6 +242,49 @@ def test_a_step_is_that_of_layers(config: DecoderConfig, position: int) -> None:
     again, again_cache = in_one_kernel(params, config, cache, token, position)
     assert bool((again == found).all())
     assert all(bool((x == y).all()) for x, y in zip(again_cache, found_cache, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", kernel.DIMENSIONS)
+def test_a_step_of_sequences_is_that_of_layers(name: str, batch: int) -> None:
+    """Rows at positions of their own, of which the last but one is not valid in a batch of 8."""
+    config = config_of(name)
+    params, cache = pack(draw_params(config), config), draw_cache(config, batch)
+    positions = np.array([1000, 0, LENGTH - 1, 1, 130, 64, 5, 517])[:batch]
+    tokens = 7 * positions % config.vocab_size
+    if batch == 8:
+        tokens[6] = config.vocab_size
+    found, found_cache = in_one_kernel(params, config, cache, tokens, positions)
+    with jax.default_matmul_precision("highest"):
+        exact, exact_cache = by_layers(
+            in_float32(params), config, in_float32(cache), tokens, positions
+        )
+    for b, position in enumerate(positions):
+        rest = [one[:, b] for one in cache]
+        if batch == 8 and b == 6:
+            assert bool(jnp.isnan(found[b]).all())
+        else:
+            assert differences(found[b], exact[b]) < 0.02
+            for i, (one, of) in enumerate(zip(found_cache, exact_cache, strict=True)):
+                assert differences(one[:, b, position], of[:, b, position]) < 0.02
+                rest[i] = rest[i].at[:, position].set(one[:, b, position])
+        assert all(bool((one[:, b] == x).all()) for one, x in zip(found_cache, rest, strict=True))
+    again, _ = in_one_kernel(params, config, cache, tokens, positions)
+    assert bool(jnp.array_equal(again, found, equal_nan=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("batch", [3, 8])
+def test_a_row_does_not_depend_on_others(batch: int) -> None:
+    """In another order rows have the same bits."""
+    params, cache = pack(draw_params(LLAMA), LLAMA), draw_cache(LLAMA, batch)
+    positions, tokens = 100 * np.arange(batch) + 7, 3 * np.arange(batch)
+    found, found_cache = in_one_kernel(params, LLAMA, cache, tokens, positions)
+    turned = Cache(*(one[:, ::-1] for one in cache))
+    other, other_cache = in_one_kernel(params, LLAMA, turned, tokens[::-1], positions[::-1])
+    assert bool((found == other[::-1]).all())
+    assert all(bool((x == y[:, ::-1]).all()) for x, y in zip(found_cache, other_cache, strict=True))
 
 
 @on_hopper
@@ -266,7 +361,7 @@ def test_stop_tokens_listeners_and_samplers() -> None:
 @on_hopper
 def test_the_loop_runs_the_kernel() -> None:
     params = draw_params(CONFIG)
-    assert kernel.is_usable(params, CONFIG, 1) and not kernel.is_usable(params, CONFIG, 2)
+    assert kernel.is_usable(params, CONFIG, 8) and not kernel.is_usable(params, CONFIG, 9)
     assert not kernel.is_usable(in_float32(params), CONFIG, 1)
     lowered = program._generate.lower(
         (CONFIG, 16, True),

@@ -146,6 +146,9 @@ struct alignas(128) DecodeStepArguments {
   // hold up the packets.
   int32_t in_flight;
   int32_t pace;
+  // Sequences: 1 but in decode_step_wide.cuh, where arrays have them as the first extent, and the cache
+  // as the second.
+  int32_t batch;
 };
 
 namespace xentile::decode_step {
@@ -808,7 +811,10 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       const uint32_t norm = words(a.mlp_norm, layer, kHidden)[warp * 32 + lane];
       uint4 first[2 * kRows], second[2 * kRows];
 #pragma unroll
-      for (int r = 0; r < 2 * kRows; ++r) w.load(first[r], second[r]);
+      for (int r = 0; r < 2 * kRows; ++r) {  // Rows of gate and up by turns.
+        const int at = r / 2 + r % 2 * kRows;
+        w.load(first[at], second[at]);
+      }
       const float2 x = poll_pair(copy_of(Sizes::kMiddle, kHidden) + 64 * warp + 2 * lane, tag);
       multiply_rows(w, x, norm, first, second);
       if (warp < kRows) {

@@ -1,4 +1,5 @@
-//! A token of a decoder at batch 1 in one launch (kernels/decode_step.cuh), for Hopper.
+//! A token of a decoder in one launch, for Hopper: of one sequence of the smallest (kernels/decode_step.cuh), and
+//! of up to 8 of all (kernels/decode_step_wide.cuh).
 //!
 //! CTAs wait for each other, so all must run at once: the launch is cooperative, and a GPU without room
 //! for all of them is refused before.
@@ -7,10 +8,7 @@ mod arguments;
 
 use std::ffi::{c_uint, c_void};
 
-use arguments::{
-    Arguments, COLUMNS, CTAS, HIDDEN, KV_HEADS, LAYER_STAGES, SHARED_BYTES, STAGE_BYTES,
-    STAGE_KEYS, STATE_WORDS, THREADS,
-};
+use arguments::*;
 use xentile::DType;
 
 use crate::driver::{Driver, Extent, Kernel, RawStream, TensorMap};
@@ -19,28 +17,152 @@ use crate::{Device, Error, Result, check_alignment, library};
 /// The columns of a box, which are 128 bytes.
 const BOX: c_uint = 64;
 
-/// Copies in flight of a CTA, and the least clocks between two, by measurement on an H200.
-const IN_FLIGHT: i32 = 3;
-const PACE: i32 = 1000;
+/// Bytes of keys in a stage of the cache.
+const KEY_BYTES: usize = STAGE_BYTES / 2;
+
+/// Sequences of the two kernels of a decoder.
+const BATCHES: [usize; 2] = [4, 8];
+
+/// A decoder that there are kernels for. Its layers, vocabulary and RoPE may be any.
+#[derive(Debug)]
+struct Decoder {
+    name: &'static str,
+    dims: Dims,
+    layer_stages: usize,
+    /// Of the kernels for up to 4 and 8 sequences.
+    names: [&'static str; 2],
+    shared_bytes: [u32; 2],
+    state_words: [usize; 2],
+    /// Copies in flight of a CTA, and the least clocks between two: by measurement on an H200 for the
+    /// smallest, and more where hand-overs are a smaller part of the time.
+    in_flight: i32,
+    pace: i32,
+}
+
+macro_rules! decoder {
+    ($name:literal, $kernel:literal, $dims:expr, $in_flight:literal, $pace:literal, $stages:ident,
+     $shared_4:ident, $shared_8:ident, $state_4:ident, $state_8:ident) => {
+        Decoder {
+            name: $name,
+            dims: $dims,
+            layer_stages: $stages,
+            names: [concat!("decode_step_", $kernel, "_4"), concat!("decode_step_", $kernel, "_8")],
+            shared_bytes: [$shared_4, $shared_8],
+            state_words: [$state_4, $state_8],
+            in_flight: $in_flight,
+            pace: $pace,
+        }
+    };
+}
+
+const fn dims(
+    hidden_size: usize,
+    heads: usize,
+    head_dim: usize,
+    mlp_size: usize,
+    qk_norm: bool,
+) -> Dims {
+    Dims { hidden_size, heads, kv_heads: KV_HEADS, head_dim, mlp_size, qk_norm }
+}
+
+const DECODERS: &[Decoder] = &[
+    decoder!(
+        "Qwen3-0.6B",
+        "qwen3_small",
+        dims(1024, 16, 128, 3072, true),
+        3,
+        1000,
+        QWEN3_SMALL_LAYER_STAGES,
+        QWEN3_SMALL_SHARED_BYTES_4,
+        QWEN3_SMALL_SHARED_BYTES_8,
+        QWEN3_SMALL_STATE_WORDS_4,
+        QWEN3_SMALL_STATE_WORDS_8
+    ),
+    decoder!(
+        "Qwen3-1.7B",
+        "qwen3_medium",
+        dims(2048, 16, 128, 6144, true),
+        4,
+        900,
+        QWEN3_MEDIUM_LAYER_STAGES,
+        QWEN3_MEDIUM_SHARED_BYTES_4,
+        QWEN3_MEDIUM_SHARED_BYTES_8,
+        QWEN3_MEDIUM_STATE_WORDS_4,
+        QWEN3_MEDIUM_STATE_WORDS_8
+    ),
+    decoder!(
+        "Llama-3.2-1B",
+        "llama_small",
+        dims(2048, 32, 64, 8192, false),
+        4,
+        900,
+        LLAMA_SMALL_LAYER_STAGES,
+        LLAMA_SMALL_SHARED_BYTES_4,
+        LLAMA_SMALL_SHARED_BYTES_8,
+        LLAMA_SMALL_STATE_WORDS_4,
+        LLAMA_SMALL_STATE_WORDS_8
+    ),
+    decoder!(
+        "Qwen3-8B",
+        "qwen3_large",
+        dims(4096, 32, 128, 12288, true),
+        6,
+        800,
+        QWEN3_LARGE_LAYER_STAGES,
+        QWEN3_LARGE_SHARED_BYTES_4,
+        QWEN3_LARGE_SHARED_BYTES_8,
+        QWEN3_LARGE_STATE_WORDS_4,
+        QWEN3_LARGE_STATE_WORDS_8
+    ),
+    decoder!(
+        "Llama-3.1-8B",
+        "llama_large",
+        dims(4096, 32, 128, 14336, false),
+        6,
+        800,
+        LLAMA_LARGE_LAYER_STAGES,
+        LLAMA_LARGE_SHARED_BYTES_4,
+        LLAMA_LARGE_SHARED_BYTES_8,
+        LLAMA_LARGE_STATE_WORDS_4,
+        LLAMA_LARGE_STATE_WORDS_8
+    ),
+];
+
+/// What of a decoder a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// D.
+    pub hidden_size: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// K.
+    pub kv_heads: usize,
+    /// H.
+    pub head_dim: usize,
+    /// Columns inside the MLP.
+    pub mlp_size: usize,
+    /// Whether heads of queries and keys have norms.
+    pub qk_norm: bool,
+}
 
 /// Extents of the arrays of a call, in bf16.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeStep {
+    decoder: &'static Decoder,
     layers: i32,
+    batch: i32,
     vocab: i32,
     length: i32,
     eps: f32,
 }
 
-/// Extents that a config chooses.
+/// Extents that a config or a call chooses.
 #[derive(Clone, Copy, Debug)]
 pub struct Extents {
     /// L.
     pub layers: usize,
-    /// D.
-    pub hidden_size: usize,
-    /// K.
-    pub kv_heads: usize,
+    /// B, the sequences.
+    pub batch: usize,
     /// V.
     pub vocab: usize,
     /// S, the positions of the cache.
@@ -56,62 +178,84 @@ pub struct Arrays {
     pub embedding: *const c_void,
     /// `[L, D]`, before attention.
     pub attention_norm: *const c_void,
-    /// `[L, 128]`.
+    /// `[L, H]`, read where heads have norms.
     pub q_norm: *const c_void,
-    /// `[L, 128]`.
+    /// The same of keys.
     pub k_norm: *const c_void,
     /// `[L, D]`, before the MLP.
     pub mlp_norm: *const c_void,
     /// `[D]`, before the head.
     pub norm: *const c_void,
-    /// `[S, 64]`.
+    /// `[S, H / 2]`.
     pub cosines: *const f32,
-    /// `[S, 64]`.
+    /// `[S, H / 2]`.
     pub sines: *const f32,
-    /// `[1]`; outside the vocabulary for no token.
+    /// `[B]`; outside the vocabulary for no token.
     pub token: *const i32,
-    /// `[1]`; outside the cache for no token.
+    /// `[B]`; outside the cache for no token.
     pub position: *const i32,
-    /// `[L, S, K, 128]`, of which the position's rows are written.
+    /// `[L, B, S, K, H]`, of which the positions' rows are written.
     pub keys: *mut c_void,
     /// The same of values.
     pub values: *mut c_void,
-    /// [`DecodeStep::STATE_WORDS`] words of 4 bytes, zeros before the first call.
+    /// [`DecodeStep::state_words`] words of 4 bytes, zeros before the first call.
     pub state: *mut c_void,
-    /// `[V]`.
+    /// `[B, V]`.
     pub logits: *mut f32,
-    /// `[1]`: the largest logit's token, or -1.
+    /// `[B]`: the largest logit's token, or -1.
     pub best: *mut i32,
-    /// `[1]`: its log-probability, or NaN.
+    /// `[B]`: its log-probability, or NaN.
     pub best_logp: *mut f32,
 }
 
 impl DecodeStep {
-    /// Words of 4 bytes of the state.
-    pub const STATE_WORDS: usize = 2 * STATE_WORDS;
     /// Elements of a stage of packed weights.
     pub const STAGE_ELEMENTS: usize = STAGE_BYTES / 2;
 
-    /// That of a decoder with 16 query heads of 128 columns and 3072 columns inside the MLP.
+    /// That of a decoder and so many sequences.
     ///
     /// # Errors
-    /// Extents that no kernel has.
-    pub fn new(extents: Extents, eps: f32) -> Result<Self> {
-        let Extents { layers, hidden_size, kv_heads, vocab, length } = extents;
-        if (hidden_size, kv_heads) != (HIDDEN, KV_HEADS) {
+    /// Dims or extents that no kernel has.
+    pub fn new(dims: Dims, extents: Extents, eps: f32) -> Result<Self> {
+        let Extents { layers, batch, vocab, length } = extents;
+        let Some(decoder) = DECODERS.iter().find(|decoder| decoder.dims == dims) else {
+            let names: Vec<_> = DECODERS.iter().map(|decoder| decoder.name).collect();
             return Err(invalid(format!(
-                "hidden states have {hidden_size} columns and the cache {kv_heads} heads; the kernel is \
-                 for {HIDDEN} and {KV_HEADS}"
+                "no kernel is for a decoder of {dims:?}; there are those of {}",
+                names.join(", ")
+            )));
+        };
+        if !(1..=BATCHES[1]).contains(&batch) {
+            return Err(invalid(format!(
+                "there are {batch} sequences; there must be 1 to {}",
+                BATCHES[1]
             )));
         }
         let count = |name: &str, value: usize| match i32::try_from(value) {
             Ok(value) if value > 0 => Ok(value),
             _ => Err(invalid(format!("there are {value} {name}; there must be 1 to 2^31 - 1"))),
         };
-        let rows = layers.saturating_mul(length);
+        let rows = layers.saturating_mul(batch).saturating_mul(length);
         count("rows of layers of the cache", rows)?;
         let (layers, length) = (count("layers", layers)?, count("positions", length)?);
-        Ok(Self { layers, vocab: count("tokens of the vocabulary", vocab)?, length, eps })
+        let vocab = count("tokens of the vocabulary", vocab)?;
+        Ok(Self { decoder, layers, batch: batch as i32, vocab, length, eps })
+    }
+
+    /// Words of 4 bytes of the state.
+    #[must_use]
+    pub fn state_words(&self) -> usize {
+        2 * if self.is_single() { STATE_WORDS } else { self.decoder.state_words[self.size()] }
+    }
+
+    /// Whether the kernel for one sequence of the smallest decoder is meant.
+    fn is_single(&self) -> bool {
+        self.batch == 1 && std::ptr::eq(self.decoder, &raw const DECODERS[0])
+    }
+
+    /// Which of a decoder's kernels.
+    fn size(&self) -> usize {
+        usize::from(self.batch.unsigned_abs() as usize > BATCHES[0])
     }
 
     /// Rows of packed weights `[T, STAGE_ELEMENTS]`: a stage of each CTA for all stages of layers, then of the
@@ -119,7 +263,8 @@ impl DecodeStep {
     #[must_use]
     pub fn packed_rows(&self) -> usize {
         let [layers, vocab] = [self.layers, self.vocab].map(i32::unsigned_abs);
-        layers as usize * LAYER_STAGES * CTAS + (vocab as usize).div_ceil(8)
+        layers as usize * self.decoder.layer_stages * CTAS
+            + (vocab as usize).div_ceil(8) * (self.decoder.dims.hidden_size / 1024)
     }
 
     /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
@@ -131,11 +276,11 @@ impl DecodeStep {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { Self::ready(stream) }.map(drop)
+        unsafe { self.ready(stream) }.map(drop)
     }
 
-    /// Has `stream` decode a token. A token or position outside its range, or a NaN among logits, gives
-    /// token -1; the former NaN logits and an unchanged cache too.
+    /// Has `stream` decode a token of each sequence. A token or position outside its range, or a NaN among
+    /// logits, gives token -1; the former NaN logits and an unchanged cache too.
     ///
     /// # Errors
     /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver, as where a
@@ -148,6 +293,9 @@ impl DecodeStep {
         for (name, array) in [
             ("packed", arrays.packed),
             ("embedding", arrays.embedding),
+            ("attention_norm", arrays.attention_norm),
+            ("mlp_norm", arrays.mlp_norm),
+            ("norm", arrays.norm),
             ("keys", arrays.keys.cast_const()),
             ("values", arrays.values.cast_const()),
             ("state", arrays.state.cast_const()),
@@ -155,13 +303,13 @@ impl DecodeStep {
             check_alignment(name, array)?;
         }
         // SAFETY: passed on from this function's contract.
-        let kernel = unsafe { Self::ready(stream) }?;
+        let kernel = unsafe { self.ready(stream) }?;
         let driver = Driver::get()?;
         let extent = Extent {
             ctas: CTAS as u32,
             rows: 1,
             threads: THREADS,
-            shared_bytes: SHARED_BYTES,
+            shared_bytes: self.shared_bytes(),
             cluster: None,
         };
         let arguments = Arguments {
@@ -188,27 +336,39 @@ impl DecodeStep {
             vocab: self.vocab,
             length: self.length,
             eps: self.eps,
-            in_flight: IN_FLIGHT,
-            pace: PACE,
+            in_flight: self.decoder.in_flight,
+            pace: self.decoder.pace,
+            batch: self.batch,
         };
         // SAFETY: passed on from this function's contract.
         unsafe { driver.launch_cooperative(kernel, extent, stream, &arguments) }
     }
 
-    /// A side of the cache as a matrix of a row for each layer and position.
+    fn name(&self) -> &'static str {
+        if self.is_single() { "decode_step_qwen3_small" } else { self.decoder.names[self.size()] }
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        if self.is_single() { SHARED_BYTES } else { self.decoder.shared_bytes[self.size()] }
+    }
+
+    /// A side of the cache as a matrix of a row for each layer, sequence and position.
     fn boxes(&self, driver: &Driver, at: *mut c_void) -> Result<TensorMap> {
-        let rows = self.layers.unsigned_abs() as usize * self.length.unsigned_abs() as usize;
-        let columns = KV_HEADS * COLUMNS;
-        driver.tensor_map(DType::Bf16, at, (rows, columns), columns, (BOX, STAGE_KEYS))
+        let [layers, batch, length] = [self.layers, self.batch, self.length].map(i32::unsigned_abs);
+        let rows = layers as usize * batch as usize * length as usize;
+        let Dims { kv_heads, head_dim, .. } = self.decoder.dims;
+        let columns = kv_heads * head_dim;
+        let keys = (KEY_BYTES / 2 / head_dim) as c_uint;
+        driver.tensor_map(DType::Bf16, at, (rows, columns), columns, (BOX, keys))
     }
 
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(stream: RawStream) -> Result<Kernel> {
+    unsafe fn ready(&self, stream: RawStream) -> Result<Kernel> {
         let device = Device::current()?;
         let limits = device.limits();
-        let is_large =
-            limits.multiprocessors >= CTAS as u32 && limits.shared_bytes_per_block >= SHARED_BYTES;
+        let is_large = limits.multiprocessors >= CTAS as u32
+            && limits.shared_bytes_per_block >= self.shared_bytes();
         if device.capability() != (9, 0) || !is_large {
             return Err(Error::DecodeStep {
                 name: device.name().into(),
@@ -217,7 +377,7 @@ impl DecodeStep {
             });
         }
         // SAFETY: passed on from this function's contract.
-        unsafe { library::kept_kernel("decode_step_qwen3_small", device, stream) }
+        unsafe { library::kept_kernel(self.name(), device, stream) }
     }
 }
 
@@ -229,29 +389,58 @@ fn invalid(message: String) -> Error {
 mod tests {
     use super::*;
 
-    const EXTENTS: Extents =
-        Extents { layers: 28, hidden_size: 1024, kv_heads: 8, vocab: 151_936, length: 2048 };
+    const EXTENTS: Extents = Extents { layers: 28, batch: 1, vocab: 151_936, length: 2048 };
+
+    fn step(dims: Dims, extents: Extents) -> DecodeStep {
+        DecodeStep::new(dims, extents, 1e-6).unwrap()
+    }
 
     #[test]
     fn packed_weights_are_stages_of_all_ctas_and_tiles_of_the_head() {
-        let step = DecodeStep::new(EXTENTS, 1e-6).unwrap();
-        assert_eq!(step.packed_rows(), 28 * 15 * 128 + 151_936 / 8);
-        let ragged = DecodeStep::new(Extents { layers: 1, vocab: 9, ..EXTENTS }, 1e-6).unwrap();
-        assert_eq!(ragged.packed_rows(), 15 * 128 + 2);
+        let dims = DECODERS[0].dims;
+        assert_eq!(step(dims, EXTENTS).packed_rows(), 28 * 15 * 128 + 151_936 / 8);
+        let ragged = Extents { layers: 1, vocab: 9, ..EXTENTS };
+        assert_eq!(step(dims, ragged).packed_rows(), 15 * 128 + 2);
+        for decoder in DECODERS {
+            let Dims { hidden_size, heads, kv_heads, head_dim, mlp_size, .. } = decoder.dims;
+            let rows = (2 * heads + 2 * kv_heads) * head_dim + 3 * mlp_size;
+            let elements = rows * hidden_size + 16 * hidden_size;
+            let found = step(decoder.dims, ragged).packed_rows() * DecodeStep::STAGE_ELEMENTS;
+            assert_eq!(found, elements, "{}", decoder.name);
+        }
+    }
+
+    #[test]
+    fn a_batch_has_the_smallest_kernel_that_holds_it() {
+        let name = |decoder: usize, batch| {
+            step(DECODERS[decoder].dims, Extents { batch, ..EXTENTS }).name()
+        };
+        assert_eq!(name(0, 1), "decode_step_qwen3_small");
+        assert_eq!([2, 4].map(|batch| name(0, batch)), ["decode_step_qwen3_small_4"; 2]);
+        assert_eq!([5, 8].map(|batch| name(0, batch)), ["decode_step_qwen3_small_8"; 2]);
+        assert_eq!([1, 4].map(|batch| name(2, batch)), ["decode_step_llama_small_4"; 2]);
+        assert_eq!(name(4, 8), "decode_step_llama_large_8");
     }
 
     #[test]
     fn other_extents_are_refused() {
-        let message = |extents| DecodeStep::new(extents, 1e-6).unwrap_err().to_string();
+        let dims = DECODERS[0].dims;
+        let message = |dims, extents| DecodeStep::new(dims, extents, 1e-6).unwrap_err().to_string();
         assert_eq!(
-            message(Extents { hidden_size: 2048, ..EXTENTS }),
-            "hidden states have 2048 columns and the cache 8 heads; the kernel is for 1024 and 8"
+            message(Dims { heads: 32, ..dims }, EXTENTS),
+            "no kernel is for a decoder of Dims { hidden_size: 1024, heads: 32, kv_heads: 8, head_dim: 128, \
+             mlp_size: 3072, qk_norm: true }; there are those of Qwen3-0.6B, Qwen3-1.7B, Llama-3.2-1B, \
+             Qwen3-8B, Llama-3.1-8B"
         );
         assert_eq!(
-            message(Extents { layers: 0, ..EXTENTS }),
+            message(dims, Extents { batch: 9, ..EXTENTS }),
+            "there are 9 sequences; there must be 1 to 8"
+        );
+        assert_eq!(
+            message(dims, Extents { layers: 0, ..EXTENTS }),
             "there are 0 rows of layers of the cache; there must be 1 to 2^31 - 1"
         );
         let long = Extents { length: 1 << 30, ..EXTENTS };
-        assert!(message(long).contains("rows of layers"));
+        assert!(message(dims, long).contains("rows of layers"));
     }
 }

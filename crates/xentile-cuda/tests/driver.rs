@@ -16,7 +16,7 @@ use xentile::norm::{Norm as NormOptions, NormShape};
 use xentile::{DType, LogitsShape};
 use xentile_cuda::Result;
 use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, TokenOutputs};
-use xentile_cuda::decode_step::{Arrays, DecodeStep, Extents};
+use xentile_cuda::decode_step::{Arrays, DecodeStep, Dims, Extents};
 use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
@@ -339,8 +339,16 @@ fn what_is_missing_is_said() {
 #[ignore = "a test runs it, with a driver each"]
 fn token() {
     println!();
-    let extents = Extents { layers: 28, hidden_size: 1024, kv_heads: 8, vocab: V, length: 2048 };
-    let step = DecodeStep::new(extents, 1e-6).unwrap();
+    let extents = Extents { layers: 28, batch: 1, vocab: V, length: 2048 };
+    let small = Dims {
+        hidden_size: 1024,
+        heads: 16,
+        kv_heads: 8,
+        head_dim: 128,
+        mlp_size: 3072,
+        qk_norm: true,
+    };
+    let step = DecodeStep::new(small, extents, 1e-6).unwrap();
     let (some, float) = (at(0x10_000), at(0x10_000).cast::<f32>());
     let arrays = Arrays {
         packed: some,
@@ -369,6 +377,20 @@ fn token() {
     // SAFETY: as above.
     let odd = unsafe { step.run(at(1), Arrays { keys: at(0x20_008), ..arrays }) };
     println!("{}", odd.unwrap_err());
+    let llama = Dims {
+        hidden_size: 2048,
+        heads: 32,
+        head_dim: 64,
+        mlp_size: 8192,
+        qk_norm: false,
+        ..small
+    };
+    let step = DecodeStep::new(llama, Extents { layers: 16, batch: 5, ..extents }, 1e-5).unwrap();
+    // SAFETY: as above.
+    let batch = unsafe { step.run(at(1), Arrays { keys: at(0x40_000), ..arrays }) };
+    if let Err(error) = batch {
+        println!("{error}");
+    }
 }
 
 #[test]
@@ -381,6 +403,9 @@ fn all_ctas_of_a_token_run_at_once() {
          1 cooperative",
         "done",
         "`keys` is at 0x20008; it must be at a multiple of 16",
+        "tensor 0x40000 dtype 9 extents 512 163840 stride 1024 box 64 64",
+        "launch decode_step_llama_small_8 stream 1 grid 128 block 640 shared 225792 cluster 1 first 0x40000 loads \
+         2 cooperative",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }

@@ -201,9 +201,9 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda_initializ
 struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
-/* xentile_decode_step: Logits after one token of a decoder at batch 1, the most probable next
- * token and its log-probability. The cache is updated in place. `state` is zeros before the
- * first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
+/* xentile_decode_step: Logits after one token of each sequence of a decoder, the most probable
+ * next token and its log-probability. The cache is updated in place. `state` is zeros before
+ * the first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
  * sines, token, position, keys, values, state) -> (logits, next_token, next_logp, new_keys,
  * new_values, new_state). */
 struct XLA_FFI_Error* xentile_decode_step_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);

@@ -1,4 +1,4 @@
-//! A token of a decoder at batch 1: the shapes of its target, for GPUs alone.
+//! A token of a decoder: the shapes of its target, for GPUs alone.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -10,7 +10,7 @@ use crate::declaration::{
 };
 
 const BF16: Dtype = Dtype::OneOf(&[DType::Bf16]);
-const CACHE: &str = "L 1 S K 128";
+const CACHE: &str = "L B S K H";
 
 pub(crate) const DECLARATIONS: &[Declaration] = &[DECODE_STEP];
 
@@ -20,34 +20,39 @@ const fn weights(name: &'static str, dims: &'static str) -> ArrayDecl {
 
 pub(crate) const DECODE_STEP: Declaration = Declaration {
     name: c"xentile_decode_step",
-    summary: "Logits after one token of a decoder at batch 1, the most probable next token and its \
+    summary: "Logits after one token of each sequence of a decoder, the most probable next token and its \
               log-probability. The cache is updated in place. `state` is zeros before the first call.",
     host: Stages::None,
     operands: &[
         weights("packed", "T 8192"),
         weights("embedding", "V D"),
         weights("attention_norm", "L D"),
-        weights("q_norm", "L 128"),
-        weights("k_norm", "L 128"),
+        weights("q_norm", "L H"),
+        weights("k_norm", "L H"),
         weights("mlp_norm", "L D"),
         weights("norm", "D"),
-        input("cosines", "S 64", F32),
-        input("sines", "S 64", F32),
-        input("token", "1", S32),
-        input("position", "1", S32),
+        input("cosines", "S H/2", F32),
+        input("sines", "S H/2", F32),
+        input("token", "B", S32),
+        input("position", "B", S32),
         input("keys", CACHE, BF16),
         input("values", CACHE, BF16),
         input("state", "W", S32),
     ],
     results: &[
-        output("logits", "1 V", F32),
-        output("next_token", "1", S32),
-        output("next_logp", "1", F32),
+        output("logits", "B V", F32),
+        output("next_token", "B", S32),
+        output("next_logp", "B", F32),
         output("new_keys", CACHE, BF16),
         output("new_values", CACHE, BF16),
         output("new_state", "W", S32),
     ],
-    attributes: &[&[attribute("eps", Range::Positive)]],
+    attributes: &[&[
+        attribute("heads", Range::Extent),
+        attribute("mlp_size", Range::Extent),
+        attribute("qk_norm", Range::Bool),
+        attribute("eps", Range::Positive),
+    ]],
     maps_shared: false,
     aliases: &[
         Alias { operand: "keys", result: "new_keys", always: true },

@@ -1,4 +1,4 @@
-//! What the kernel that decodes a token takes.
+//! What the kernels that decode a token take.
 
 use std::ffi::c_void;
 
@@ -33,6 +33,7 @@ mirror! {
         eps: f32,
         in_flight: i32,
         pace: i32,
+        batch: i32,
     }
 }
 
@@ -41,10 +42,31 @@ numbers! {
     THREADS: u32 = kDecodeStepThreads, 640;
     SHARED_BYTES: u32 = kDecodeStepSharedBytes, 221152;
     STAGE_BYTES: usize = kDecodeStepStageBytes, 16384;
-    STAGE_KEYS: u32 = kDecodeStepStageKeys, 32;
-    COLUMNS: usize = kDecodeStepColumns, 128;
-    HIDDEN: usize = kDecodeStepHidden, 1024;
     KV_HEADS: usize = kDecodeStepKvHeads, 8;
-    LAYER_STAGES: usize = kDecodeStepLayerStages, 15;
     STATE_WORDS: usize = kDecodeStepStateWords, 56336;
+    QWEN3_SMALL_LAYER_STAGES: usize = kDecodeStepQwen3SmallLayerStages, 15;
+    QWEN3_SMALL_SHARED_BYTES_4: u32 = kDecodeStepQwen3SmallSharedBytes4, 223072;
+    QWEN3_SMALL_SHARED_BYTES_8: u32 = kDecodeStepQwen3SmallSharedBytes8, 227520;
+    QWEN3_SMALL_STATE_WORDS_4: usize = kDecodeStepQwen3SmallStateWords4, 225296;
+    QWEN3_SMALL_STATE_WORDS_8: usize = kDecodeStepQwen3SmallStateWords8, 450576;
+    QWEN3_MEDIUM_LAYER_STAGES: usize = kDecodeStepQwen3MediumLayerStages, 48;
+    QWEN3_MEDIUM_SHARED_BYTES_4: u32 = kDecodeStepQwen3MediumSharedBytes4, 223072;
+    QWEN3_MEDIUM_SHARED_BYTES_8: u32 = kDecodeStepQwen3MediumSharedBytes8, 227520;
+    QWEN3_MEDIUM_STATE_WORDS_4: usize = kDecodeStepQwen3MediumStateWords4, 282640;
+    QWEN3_MEDIUM_STATE_WORDS_8: usize = kDecodeStepQwen3MediumStateWords8, 565264;
+    LLAMA_SMALL_LAYER_STAGES: usize = kDecodeStepLlamaSmallLayerStages, 58;
+    LLAMA_SMALL_SHARED_BYTES_4: u32 = kDecodeStepLlamaSmallSharedBytes4, 222336;
+    LLAMA_SMALL_SHARED_BYTES_8: u32 = kDecodeStepLlamaSmallSharedBytes8, 225792;
+    LLAMA_SMALL_STATE_WORDS_4: usize = kDecodeStepLlamaSmallStateWords4, 296976;
+    LLAMA_SMALL_STATE_WORDS_8: usize = kDecodeStepLlamaSmallStateWords8, 593936;
+    QWEN3_LARGE_LAYER_STAGES: usize = kDecodeStepQwen3LargeLayerStages, 184;
+    QWEN3_LARGE_SHARED_BYTES_4: u32 = kDecodeStepQwen3LargeSharedBytes4, 225408;
+    QWEN3_LARGE_SHARED_BYTES_8: u32 = kDecodeStepQwen3LargeSharedBytes8, 231936;
+    QWEN3_LARGE_STATE_WORDS_4: usize = kDecodeStepQwen3LargeStateWords4, 555024;
+    QWEN3_LARGE_STATE_WORDS_8: usize = kDecodeStepQwen3LargeStateWords8, 1110032;
+    LLAMA_LARGE_LAYER_STAGES: usize = kDecodeStepLlamaLargeLayerStages, 208;
+    LLAMA_LARGE_SHARED_BYTES_4: u32 = kDecodeStepLlamaLargeSharedBytes4, 225408;
+    LLAMA_LARGE_SHARED_BYTES_8: u32 = kDecodeStepLlamaLargeSharedBytes8, 231936;
+    LLAMA_LARGE_STATE_WORDS_4: usize = kDecodeStepLlamaLargeStateWords4, 571408;
+    LLAMA_LARGE_STATE_WORDS_8: usize = kDecodeStepLlamaLargeStateWords8, 1142800;
 }

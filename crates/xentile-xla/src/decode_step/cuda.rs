@@ -1,6 +1,6 @@
 //! A token of a decoder on NVIDIA GPUs.
 
-use xentile_cuda::decode_step::{Arrays, DecodeStep, Extents};
+use xentile_cuda::decode_step::{Arrays, DecodeStep, Dims, Extents};
 use xla_ffi::{AnyBuffer, Buffer, BufferMut, Context, DType, Error, OnDevice, Result, Stage};
 
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
@@ -13,7 +13,8 @@ target_list! {
     super::DECODE_STEP: fn xentile_decode_step_cuda,
         initialize xentile_decode_step_cuda_initialize = decode_step(
         packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines, sines, token, position, keys,
-        values, state, logits, next_token, next_logp, new_keys, new_values, new_state, eps, context,
+        values, state, logits, next_token, next_logp, new_keys, new_values, new_state, heads, mlp_size, qk_norm, eps,
+        context,
     );
 }
 
@@ -42,14 +43,17 @@ fn decode_step(
     new_keys: AnyMut,
     new_values: AnyMut,
     new_state: IntegersMut,
+    heads: i64,
+    mlp_size: i64,
+    qk_norm: bool,
     eps: f64,
     context: Context,
 ) -> Result {
-    let (&[vocab, hidden_size], &[layers, 1, length, kv_heads, 128]) =
+    let (&[vocab, hidden_size], &[layers, batch, length, kv_heads, head_dim]) =
         (embedding.dims(), keys.dims())
     else {
         return Err(Error::invalid_argument(format!(
-            "`embedding` has shape {:?} and `keys` {:?}; they must be [V, D] and [L, 1, S, K, 128]",
+            "`embedding` has shape {:?} and `keys` {:?}; they must be [V, D] and [L, B, S, K, H]",
             embedding.dims(),
             keys.dims()
         )));
@@ -59,28 +63,35 @@ fn decode_step(
             "attribute `eps` is {eps}; it must be above 0 and finite in f32"
         )));
     }
-    let extents = Extents { layers, hidden_size, kv_heads, vocab, length };
-    let step = DecodeStep::new(extents, eps as f32).map_err(failed)?;
+    let [heads, mlp_size] = [("heads", heads), ("mlp_size", mlp_size)].map(|(name, value)| {
+        usize::try_from(value).map_err(|_| {
+            Error::invalid_argument(format!("attribute `{name}` is {value}; it must be at least 1"))
+        })
+    });
+    let dims =
+        Dims { hidden_size, heads: heads?, kv_heads, head_dim, mlp_size: mlp_size?, qk_norm };
+    let extents = Extents { layers, batch, vocab, length };
+    let step = DecodeStep::new(dims, extents, eps as f32).map_err(failed)?;
     let cache = keys.dims();
     for (name, dims, right) in [
         ("packed", packed.dims(), &[step.packed_rows(), DecodeStep::STAGE_ELEMENTS][..]),
         ("attention_norm", attention_norm.dims(), &[layers, hidden_size]),
-        ("q_norm", q_norm.dims(), &[layers, 128]),
-        ("k_norm", k_norm.dims(), &[layers, 128]),
+        ("q_norm", q_norm.dims(), &[layers, head_dim]),
+        ("k_norm", k_norm.dims(), &[layers, head_dim]),
         ("mlp_norm", mlp_norm.dims(), &[layers, hidden_size]),
         ("norm", norm.dims(), &[hidden_size]),
-        ("cosines", cosines.dims(), &[length, 64]),
-        ("sines", sines.dims(), &[length, 64]),
-        ("token", token.dims(), &[1]),
-        ("position", position.dims(), &[1]),
+        ("cosines", cosines.dims(), &[length, head_dim / 2]),
+        ("sines", sines.dims(), &[length, head_dim / 2]),
+        ("token", token.dims(), &[batch]),
+        ("position", position.dims(), &[batch]),
         ("values", values.dims(), cache),
-        ("state", state.dims(), &[DecodeStep::STATE_WORDS]),
-        ("logits", logits.dims(), &[1, vocab]),
-        ("next_token", next_token.dims(), &[1]),
-        ("next_logp", next_logp.dims(), &[1]),
+        ("state", state.dims(), &[step.state_words()]),
+        ("logits", logits.dims(), &[batch, vocab]),
+        ("next_token", next_token.dims(), &[batch]),
+        ("next_logp", next_logp.dims(), &[batch]),
         ("new_keys", new_keys.dims(), cache),
         ("new_values", new_values.dims(), cache),
-        ("new_state", new_state.dims(), &[DecodeStep::STATE_WORDS]),
+        ("new_state", new_state.dims(), &[step.state_words()]),
     ] {
         if dims != right {
             return Err(Error::invalid_argument(format!(

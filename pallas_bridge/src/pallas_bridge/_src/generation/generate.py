@@ -214,7 +214,7 @@ def _run(
         packed: Any = params.get("packed")
         packed = kernel.pack_weights(params, config) if packed is None else packed
         tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
-        state = kernel.init_state()
+        state = kernel.init_state(config, batch)
     found = Generated(
         jnp.full((batch, max_new_tokens), -1, jnp.int32),
         jnp.zeros(batch, jnp.int32),

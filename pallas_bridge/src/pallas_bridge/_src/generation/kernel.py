@@ -17,26 +17,27 @@ from .parameters import Params, check_params, output_matrix
 
 Array = jax.Array
 TARGET = "xentile_decode_step"
-# CTAs, each with rows of its own of every matrix, and the rows and columns of a stage of its ring.
-CTAS, ROWS, COLUMNS = 128, 8, 1024
+# CTAs, each with rows of its own of every matrix, their warps, and the rows and columns of a stage.
+CTAS, WARPS, ROWS, COLUMNS = 128, 16, 8, 1024
 STAGE = ROWS * COLUMNS
-# Words of its state.
-STATE_WORDS = 112672
-# The dimensions that it is compiled for: those of Qwen3-0.6B. Others may be any.
+# The most sequences of a call.
+LARGEST_BATCH = 8
+# Copies of each vector that all CTAs read, and splits of the positions for each KV head.
+COPIES, SPLITS = 4, 16
+# The dimensions that it is compiled for, by the names of models that have them: hidden size, heads,
+# head size, MLP size and whether heads have norms. Layers, vocabulary and RoPE may be any.
 DIMENSIONS = {
-    "hidden_size": 1024,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "mlp_size": 3072,
-    "qk_norm": True,
-    "qkv_bias": False,
-    "window": None,
+    "Qwen3-0.6B": (1024, 16, 128, 3072, True),
+    "Qwen3-1.7B": (2048, 16, 128, 6144, True),
+    "Llama-3.2-1B": (2048, 32, 64, 8192, False),
+    "Qwen3-8B": (4096, 32, 128, 12288, True),
+    "Llama-3.1-8B, Mistral-7B": (4096, 32, 128, 14336, False),
 }
+KV_HEADS = 8
 
 
 class Step(NamedTuple):
-    """What a step returns: logits [1, V], token [1] and its logp [1], and keys, values, state."""
+    """What a step returns: logits [B, V], token [B] and its logp [B], and keys, values, state."""
 
     logits: Array
     token: Array
@@ -48,13 +49,18 @@ class Step(NamedTuple):
 
 def covers(config: DecoderConfig) -> bool:
     """Returns whether the kernel is for a config."""
-    return all(getattr(config, name) == value for name, value in DIMENSIONS.items())
+    names = ("hidden_size", "heads", "head_dim", "mlp_size", "qk_norm")
+    dims = tuple(getattr(config, name) for name in names)
+    is_plain = not config.qkv_bias and config.window is None
+    return is_plain and config.kv_heads == KV_HEADS and dims in DIMENSIONS.values()
 
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
     """Returns whether the kernel runs where a program is compiled for CUDA."""
     arrays = jax.tree.leaves({name: one for name, one in params.items() if name != "packed"})
-    if batch != 1 or not covers(config) or any(one.dtype != jnp.bfloat16 for one in arrays):
+    if not 1 <= batch <= LARGEST_BATCH or not covers(config):
+        return False
+    if any(one.dtype != jnp.bfloat16 for one in arrays):
         return False
     outcome = library.attempt()
     if isinstance(outcome, library.LibraryError):
@@ -101,7 +107,8 @@ def _is_large_hopper(device: Any) -> bool:
 def packed_shape(config: DecoderConfig) -> tuple[int, int]:
     """Returns the shape of packed weights."""
     layer_stages = sum(rows * columns for rows, columns in _matrices(config)) // STAGE
-    return config.layers * layer_stages + -(-config.vocab_size // ROWS), STAGE
+    head_stages = -(-config.vocab_size // ROWS) * (config.hidden_size // COLUMNS)
+    return config.layers * layer_stages + head_stages, STAGE
 
 
 def _matrices(config: DecoderConfig) -> list[tuple[int, int]]:
@@ -137,16 +144,23 @@ def pack(params: Params, config: DecoderConfig) -> Params:
 def pack_weights(params: Params, config: DecoderConfig) -> Array:
     """Returns matrices of all layers and the head as the kernel streams them, [T, 8192].
 
-    A row is a stage: 8 rows of 1024 columns of a matrix, in the order of the registers of 16 warps.
-    Rows are in order of stages, then CTAs; a CTA has consecutive rows of a matrix, and tiles of 8
-    rows of the head by turns.
+    A row is a stage: 8 rows of 1024 columns of a matrix, in the order of the registers of 16 warps,
+    each of which has consecutive columns of all stages. Rows are in order of stages, then CTAs; a
+    CTA has consecutive rows of a matrix, those of gate and up 8 by 8 by turns, and tiles of 8 rows
+    of the head by turns.
     """
     layers = params["layers"]
-    gate, up = jnp.split(layers["gate_up"], 2, axis=1)
-    stages = [_stages(one) for one in (layers["qkv"], layers["out"], gate, up, layers["down"])]
+    gate_up = layers["gate_up"].reshape(config.layers, 2, config.mlp_size, -1)
+    stages = [
+        _stages(layers["qkv"][:, None]),
+        _stages(layers["out"][:, None], by_columns=True),
+        _stages(gate_up),
+        _stages(layers["down"][:, None], by_columns=True),
+    ]
     head = output_matrix(params, config)
     head = jnp.pad(head, ((0, -head.shape[0] % ROWS), (0, 0)))
-    tiles = head.reshape(-1, ROWS, COLUMNS // 32, 4, 8).transpose(0, 2, 1, 3, 4)
+    tiles = head.reshape(-1, ROWS, WARPS, config.hidden_size // COLUMNS, 2, 4, 8)
+    tiles = tiles.transpose(0, 3, 2, 4, 1, 5, 6)
     return jnp.concatenate(
         [jnp.concatenate(stages, axis=1).reshape(-1, STAGE), tiles.reshape(-1, STAGE)]
     )
@@ -155,18 +169,34 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
 _pack = jax.jit(pack_weights, static_argnums=1)
 
 
-def _stages(matrices: Array) -> Array:
-    """Returns stages [L, T, 8192] of matrices [L, O, I]."""
-    count, rows, columns = matrices.shape
+def _stages(matrices: Array, by_columns: bool = False) -> Array:
+    """Returns stages [L, T, 8192] of matrices [L, M, O, I], 8 rows of each of M by turns.
+
+    A CTA has all columns of its first 8 rows, then of the next; or, `by_columns`, all of its rows
+    of the first 1024 columns, then of the next.
+    """
+    count, turns, rows, columns = matrices.shape
     parts = columns // COLUMNS
-    # CTA, stage of rows, row; warp, part, tile of 32 columns, lane's 8 columns.
-    split = matrices.reshape(count, CTAS, rows // CTAS // ROWS, ROWS, 16, parts, 2, 4, 8)
-    return split.transpose(0, 2, 5, 1, 4, 6, 3, 7, 8).reshape(count, -1, STAGE)
+    # CTA, group of rows, row; warp, part, tile of 32 columns, lane's 8 columns.
+    split = matrices.reshape(count, turns, CTAS, rows // CTAS // ROWS, ROWS, WARPS, parts, 2, 4, 8)
+    order = (6, 3, 1) if by_columns else (3, 1, 6)
+    return split.transpose(0, *order, 2, 5, 7, 4, 8, 9).reshape(count, -1, STAGE)
 
 
-def init_state() -> Array:
+def init_state(config: DecoderConfig, batch: int) -> Array:
     """Returns the state of the first step: packets between CTAs, and their last tag."""
-    return jnp.zeros(STATE_WORDS, jnp.int32)
+    return jnp.zeros(state_words(config, batch), jnp.int32)
+
+
+def state_words(config: DecoderConfig, batch: int) -> int:
+    """Returns how many words of 4 bytes the state of a batch has."""
+    d, q = config.hidden_size, config.heads * config.head_dim
+    qkv = q + 2 * config.kv_heads * config.head_dim
+    partials = SPLITS * (q + 2 * config.heads)
+    packets = COPIES * (2 * d + (q + config.mlp_size) // 2) + qkv + partials + 4 * CTAS
+    is_single = batch == 1 and d == COLUMNS
+    sequences = 1 if is_single else 4 if batch <= 4 else 8
+    return 2 * (16 + sequences * packets)
 
 
 def step(
@@ -179,17 +209,24 @@ def step(
     tokens: Array,
     positions: Array,
 ) -> Step:
-    """Runs a token [1] at a position [1], by a call that updates cache and state in place.
+    """Runs tokens [B] at positions [B], by a call that updates cache and state in place.
 
-    `tables` are cosines and sines [S, 64] of the cache's positions.
+    `tables` are cosines and sines [S, head_dim / 2] of the cache's positions.
     A token or position outside its range has NaN logits, token -1 and an unchanged cache.
     """
     layers = params["layers"]
-    norms = (layers[name] for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm"))
+    # A kernel without norms of heads does not read them.
+    none = jnp.zeros((config.layers, config.head_dim), jnp.bfloat16)
+    names = ("attention_norm", "q_norm", "k_norm", "mlp_norm")
+    norms = (layers.get(name, none) for name in names)
     operands = [packed, params["embedding"], *norms, params["norm"], *tables]
     operands += [tokens, positions, *cache, state]
-    one, last = (1,), len(operands) - 1
-    results = [((1, config.vocab_size), jnp.float32), (one, jnp.int32), (one, jnp.float32)]
+    each, last = tokens.shape, len(operands) - 1
+    results = [
+        ((*each, config.vocab_size), jnp.float32),
+        (each, jnp.int32),
+        (each, jnp.float32),
+    ]
     call = jax.ffi.ffi_call(
         TARGET,
         [jax.ShapeDtypeStruct(*result) for result in results]
@@ -197,4 +234,10 @@ def step(
         vmap_method="sequential",
         input_output_aliases={last - 2: 3, last - 1: 4, last: 5},
     )
-    return Step(*call(*operands, eps=np.float64(config.eps)))
+    attributes = {
+        "heads": np.int64(config.heads),
+        "mlp_size": np.int64(config.mlp_size),
+        "qk_norm": np.bool_(config.qk_norm),
+        "eps": np.float64(config.eps),
+    }
+    return Step(*call(*operands, **attributes))

@@ -174,7 +174,7 @@ def _decode_step(
         params: Params, cache: Cache, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
         tables = position_tables(config, jnp.arange(cache.keys.shape[2], dtype=jnp.int32))
-        packed, state = params["packed"], kernel.init_state()
+        packed, state = params["packed"], kernel.init_state(config, tokens.shape[0])
         found = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
         return found.logits, Cache(found.keys, found.values)
 

@@ -1,0 +1,948 @@
+// A token of each of up to 8 sequences in one persistent kernel, for decoders of several sizes.
+//
+// As decode_step.cuh has it: 128 CTAs, each with rows of its own of every matrix, a ring of stages of
+// 8 rows of 1024 columns, and activations that go from CTA to CTA as packets {word, tag}. What differs:
+//
+// - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15 the
+//   other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
+//   sequences, and lane (g, t) the sum of row g and sequence t. There are one or two such quads.
+// - A lane polls what it multiplies, with no copy in shared memory: columns of B without a sequence
+//   read what the last one has, and give nothing.
+// - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps meet,
+//   and four lanes add up one row of a sequence. Two buffers take turns, so a block is one barrier.
+// - Rows of gate and up follow each other, so that what is inside the MLP is sent block by block.
+// - Attention: two teams of 8 warps have the sequences by turns.
+#pragma once
+
+#include "decode_step.cuh"
+
+namespace xentile::decode_step::wide {
+
+// Hidden columns, query heads, columns of a head, columns inside the MLP, and whether queries and keys
+// have norms. There are 8 KV heads, one for each 16 CTAs.
+template <int kHiddenSize, int kQueryHeads, int kHeadSize, int kMlpSize, bool kHasNorms>
+struct Dims {
+  static constexpr int kHidden = kHiddenSize, kHeads = kQueryHeads, kHead = kHeadSize;
+  static constexpr int kMlp = kMlpSize, kKvHeads = kCtas / kSplits;
+  static constexpr bool kHeadNorms = kHasNorms;
+  static_assert(kHidden % 1024 == 0 && kHidden <= 4096 && kMlp % 1024 == 0);
+  static_assert(kHead == 128 || (kHead == 64 && !kHeadNorms));
+  static_assert(kHeads == 2 * kKvHeads || kHeads == 4 * kKvHeads);
+};
+
+using Qwen3Small = Dims<1024, 16, 128, 3072, true>;
+using Qwen3Medium = Dims<2048, 16, 128, 6144, true>;
+using LlamaSmall = Dims<2048, 32, 64, 8192, false>;
+using Qwen3Large = Dims<4096, 32, 128, 12288, true>;
+using LlamaLarge = Dims<4096, 32, 128, 14336, false>;
+
+// Outputs of a block of rows, each of which four lanes add up.
+inline constexpr int kOutputs = kConsumers / 4;
+inline constexpr int kTeamWarps = kWarps / 2;
+inline constexpr int kLargestShared = 232448;
+
+template <class Of, int kNumQuads>
+struct Plan : Of {
+  static constexpr int kQuads = kNumQuads, kSequences = 4 * kQuads;
+  static constexpr int kGroup = Of::kHeads / Of::kKvHeads;
+  static constexpr int kQuery = Of::kHeads * Of::kHead, kKv = Of::kKvHeads * Of::kHead;
+  static constexpr int kQkv = kQuery + 2 * kKv;
+  // Groups of 8 rows of a CTA, and parts of 1024 columns.
+  static constexpr int kQkvGroups = kQkv / kCtas / 8, kOutGroups = Of::kHidden / kCtas / 8;
+  static constexpr int kMlpGroups = Of::kMlp / kCtas / 8;
+  static constexpr int kHiddenParts = Of::kHidden / 1024, kQueryParts = kQuery / 1024;
+  static constexpr int kMlpParts = Of::kMlp / 1024;
+  static_assert(kQkv % (8 * kCtas) == 0 && kQuery % 2048 == 0);
+  static constexpr int kLayerStages = kQkvGroups * kHiddenParts + kOutGroups * kQueryParts +
+                                      2 * kMlpGroups * kHiddenParts + kOutGroups * kMlpParts;
+  // Groups of rows of a block.
+  static constexpr int kBlock = 4 / kQuads;
+  static constexpr int kOutBlocks = (kOutGroups + kBlock - 1) / kBlock;
+  // Positions of a stage of the cache, bytes of 64 columns of them, and tiles of 16.
+  static constexpr int kKeys = 4096 / Of::kHead, kHalfBytes = 128 * kKeys, kTiles = kKeys / 16;
+  // Packets in the state, behind its first 16 words of 8 bytes: [copy, sequence, ..].
+  static constexpr int kIn = 16;
+  static constexpr int kMiddle = kIn + kCopies * kSequences * Of::kHidden;
+  static constexpr int kQkvAt = kMiddle + kCopies * kSequences * Of::kHidden;
+  static constexpr int kPartial = kQkvAt + kSequences * kQkv;
+  static constexpr int kPartialSums = kPartial + kSequences * kSplits * kQuery;
+  static constexpr int kAttention = kPartialSums + 2 * kSequences * kSplits * Of::kHeads;
+  static constexpr int kInner = kAttention + kCopies * kSequences * kQuery / 2;
+  static constexpr int kBest = kInner + kCopies * kSequences * Of::kMlp / 2;
+  static constexpr int kStateWords = kBest + 4 * kSequences * kCtas;
+  // Shared memory of a CTA, in bytes, behind the ring.
+  static constexpr int kHeadRow = Of::kHead * kGroup + 8;
+  static constexpr int kRowsAt = 256;
+  static constexpr int kSquaresAt = kRowsAt + 16 * kSequences;
+  static constexpr int kSumsAt = kSquaresAt + kSequences * kWarps * 4;
+  static constexpr int kHeadSumsAt = kSumsAt + 2 * kOutputs * kSumRow * 4;
+  static constexpr int kMaximaAt = kHeadSumsAt + 2 * kTeamWarps * kHeadRow * 4;
+  static constexpr int kScoresAt = kMaximaAt + 2 * kTeamWarps * kGroup * 8;
+  static constexpr int kQueriesAt = kScoresAt + kSequences * kGroup * 4;
+  static constexpr int kNewAt = kQueriesAt + kSequences * kGroup * Of::kHead * 2;
+  static constexpr int kBestsAt = kNewAt + kSequences * 2 * Of::kHead * 2;
+  static constexpr int kRestBytes = kBestsAt + 2 * kWarps * 16;
+  static constexpr int kMostStages = (kLargestShared - kRestBytes) / kStageBytes;
+  static constexpr int kRing = kMostStages < kStages ? kMostStages : kStages;
+  static constexpr int kBytes = kRing * kStageBytes + kRestBytes;
+  static_assert(kRing >= 8 && kNewAt % 16 == 0 && kQueriesAt % 16 == 0 && kBestsAt % 16 == 0);
+};
+
+// A sequence's token, and its position; the first token at position 0 where they are not valid.
+struct Row {
+  int token, position;
+  int is_valid;
+  int unused;
+};
+
+template <class P>
+struct Slot {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++slot == P::kRing) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class P>
+__device__ inline Split split_of(int position, int split) {
+  const int size = (position + kSplits - 1) / kSplits;
+  const int start = split * size;
+  const int count = max(0, min(size, position - start));
+  return {start, count, (count + P::kKeys - 1) / P::kKeys};
+}
+
+// The producer: one thread copies all stages of its CTA.
+template <class P>
+__device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, const Row* rows) {
+  const uint32_t full = ring + P::kRing * kStageBytes, empty = full + P::kRing * 8;
+  const uint64_t policy = ptx::evict_first();
+  const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+  const auto* const packed = static_cast<const uint8_t*>(a.packed);
+  const uint8_t* from = packed + blockIdx.x * size_t{kStageBytes};
+  Slot<P> next{0, 1}, landed;
+  int in_flight = 0, most = a.in_flight;
+  long long last = clock64();
+  // Fills a stage by `copy`, and waits until fewer than `most` copies have not landed.
+  auto fill = [&](auto copy) {
+    const uint32_t barrier = full + 8 * next.slot;
+    ptx::mbarrier_wait(empty + 8 * next.slot, next.parity);
+    ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+    copy(ring + next.slot * kStageBytes, barrier);
+    next.advance();
+    for (++in_flight; in_flight >= most; --in_flight) {
+      ptx::mbarrier_wait(full + 8 * landed.slot, landed.parity);
+      landed.advance();
+    }
+  };
+  auto weights = [&](int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      fill([&](uint32_t to, uint32_t barrier) {
+        while (clock64() - last < a.pace) {
+        }
+        last = clock64();
+        ptx::bulk_load(to, from, kStageBytes, barrier, policy);
+      });
+      from += size_t{kCtas} * kStageBytes;
+    }
+  };
+#pragma unroll 1
+  for (int layer = 0; layer < a.layers; ++layer) {
+    weights(P::kQkvGroups * P::kHiddenParts);
+#pragma unroll 1
+    for (int s = 0; s < a.batch; ++s) {
+      const Split cached = split_of<P>(rows[s].position, split);
+      const int first = (layer * a.batch + s) * a.length + cached.start;
+#pragma unroll 1
+      for (int stage = 0; stage < cached.stages; ++stage) {
+        fill([&](uint32_t to, uint32_t barrier) {
+          const int row = first + stage * P::kKeys;
+#pragma unroll
+          for (int half = 0; half < P::kHead / 64; ++half) {
+            const int column = kv_head * P::kHead + half * 64;
+            const uint32_t at = to + half * P::kHalfBytes;
+            ptx::tensor_load(at, a.key_boxes, column, row, barrier);
+            ptx::tensor_load(at + kStageBytes / 2, a.value_boxes, column, row, barrier);
+          }
+        });
+      }
+    }
+    weights(P::kLayerStages - P::kQkvGroups * P::kHiddenParts);
+  }
+  // The head waits for nothing: full depth. A tile of 8 rows has its parts side by side.
+  most = P::kRing;
+  const int tiles = (a.vocab + 7) / 8;
+  from = packed + static_cast<size_t>(a.layers) * P::kLayerStages * kCtas * kStageBytes;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += kCtas) {
+#pragma unroll 1
+    for (int part = 0; part < P::kHiddenParts; ++part)
+      fill([&](uint32_t to, uint32_t barrier) {
+        const size_t stage = static_cast<size_t>(tile) * P::kHiddenParts + part;
+        ptx::bulk_load(to, from + stage * kStageBytes, kStageBytes, barrier, policy);
+      });
+  }
+}
+
+// What a consumer warp has of its CTA.
+template <class P>
+struct Consumer {
+  uint8_t* shared;
+  uint32_t ring;
+  int warp, lane;
+  // Rows of A, and columns of it and of sums, of this lane.
+  int g, t;
+  Slot<P> place;
+  // The block of rows that is next, for its buffer.
+  uint32_t turn = 0;
+
+  __device__ Consumer(uint8_t* shared, int warp)
+      : shared(shared),
+        ring(ptx::shared_address(shared)),
+        warp(warp),
+        lane(threadIdx.x % 32),
+        g(lane / 4),
+        t(lane % 4) {}
+
+  template <class T>
+  __device__ T* at(int offset) const {
+    return reinterpret_cast<T*>(shared + P::kRing * kStageBytes + offset);
+  }
+
+  __device__ uint32_t stage() const { return ring + place.slot * kStageBytes; }
+
+  __device__ void wait() const {
+    ptx::mbarrier_wait(ring + P::kRing * kStageBytes + 8 * place.slot, place.parity);
+  }
+
+  __device__ void release() {
+    __syncwarp();
+    if (lane == 0)
+      ptx::mbarrier_arrive(ring + P::kRing * kStageBytes + 8 * (P::kRing + place.slot));
+    place.advance();
+  }
+
+  // Loads this warp's 64 columns of 8 rows.
+  __device__ void load(uint4& first, uint4& second) {
+    wait();
+    const uint32_t from = stage() + warp * 1024 + lane * 16;
+    first = ptx::load_shared(from);
+    second = ptx::load_shared(from + 512);
+    release();
+  }
+
+  // The first of this lane's 8 columns of a part of its warp.
+  template <int kParts>
+  __device__ int column(int part) const {
+    return (warp * kParts + part) * 64 + (g & 1) * 32 + t * 8;
+  }
+
+  // The sequence of this lane's column of B.
+  __device__ int sequence(int quad, int batch) const {
+    return min((g >> 1) + 4 * quad, batch - 1);
+  }
+
+  __device__ float* sums() const {
+    return at<float>(P::kSumsAt) + (turn & 1) * (kOutputs * kSumRow);
+  }
+
+  // Leaves this warp's sums of a group of rows of a block.
+  __device__ void leave(int group, const float (&sum)[P::kQuads][4], int batch) const {
+#pragma unroll
+    for (int q = 0; q < P::kQuads; ++q) {
+      const int s = t + 4 * q;
+      const int pair = ((group >> 1) * 4 + (g >> 1)) * P::kSequences + s;
+      const int output = (pair * 2 + (g & 1)) * 2 + (group & 1);
+      if (s < batch) sums()[output * kSumRow + warp] = sum[q][0] + sum[q][3];
+    }
+  }
+
+  // The sum of all warps, of this lane's output; four neighbouring lanes have the same.
+  __device__ float total() const {
+    return sum_of_four(sums() + (warp * 8 + lane / 4) * kSumRow + 4 * t);
+  }
+};
+
+// An output of a block that four lanes add up: group `group` of the block, row `row` of the group.
+struct Output {
+  int sequence, group, row;
+};
+
+template <class P>
+__device__ inline Output output_of(int warp, int lane) {
+  const int output = warp * 8 + lane / 4, rest = output / 4 / P::kSequences;
+  return {output / 4 % P::kSequences, (rest >> 2) * 2 + (output & 1),
+          (rest & 3) * 2 + ((output >> 1) & 1)};
+}
+
+// Eight elements of bf16, times weights of a norm.
+__device__ inline uint4 scaled(const float (&x)[8], const uint4& norm) {
+  return make_uint4(pair_of(x[0] * low(norm.x), x[1] * high(norm.x)),
+                    pair_of(x[2] * low(norm.y), x[3] * high(norm.y)),
+                    pair_of(x[4] * low(norm.z), x[5] * high(norm.z)),
+                    pair_of(x[6] * low(norm.w), x[7] * high(norm.w)));
+}
+
+// Residuals of this lane's columns of B after a norm without its factor. Leaves sums of squares.
+template <class P>
+struct Normed {
+  uint4 x[P::kHiddenParts][P::kQuads];
+
+  // From packets of `vector`, or from the embedding where it is null.
+  __device__ void read(const Consumer<P>& w, const DecodeStepArguments& a, const void* norm,
+                       const uint64_t* vector, uint32_t tag) {
+    constexpr int kCount = P::kHiddenParts * P::kQuads, kAtOnce = kCount > 1 ? 2 : 1;
+    // Before the packets, for which the warp waits.
+    uint4 norms[P::kHiddenParts];
+#pragma unroll
+    for (int part = 0; part < P::kHiddenParts; ++part)
+      norms[part] = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(norm) +
+                                                    w.template column<P::kHiddenParts>(part));
+    float squares[P::kQuads] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; i += kAtOnce) {
+      float found[kAtOnce][8];
+      if (vector) {
+        const uint64_t* pairs[4 * kAtOnce];
+        uint32_t words[8 * kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
+          const uint64_t* const from = vector + w.sequence(quad, a.batch) * P::kHidden +
+                                       w.template column<P::kHiddenParts>(part);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) pairs[4 * j + k] = from + 2 * k;
+        }
+        poll(pairs, tag, words);
+#pragma unroll
+        for (int k = 0; k < 8 * kAtOnce; ++k) found[k / 8][k % 8] = __uint_as_float(words[k]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
+          const int token = w.template at<Row>(P::kRowsAt)[w.sequence(quad, a.batch)].token;
+          const uint4 pair = *reinterpret_cast<const uint4*>(
+              static_cast<const __nv_bfloat16*>(a.embedding) +
+              static_cast<size_t>(token) * P::kHidden +
+              w.template column<P::kHiddenParts>(part));
+          const uint32_t words[4] = {pair.x, pair.y, pair.z, pair.w};
+#pragma unroll
+          for (int k = 0; k < 8; ++k) found[j][k] = k & 1 ? high(words[k / 2]) : low(words[k / 2]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) squares[quad] += found[j][k] * found[j][k];
+        x[part][quad] = scaled(found[j], norms[part]);
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < P::kQuads; ++q) {
+      float sum = squares[q];
+#pragma unroll
+      for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (w.lane % 8 == 0)
+        w.template at<float>(P::kSquaresAt)[(w.lane / 8 + 4 * q) * kWarps + w.warp] = sum;
+    }
+  }
+};
+
+// The factor of RMSNorm of a sequence, of squares that all warps left.
+template <class P>
+__device__ inline float norm_factor(const Consumer<P>& w, int sequence, float eps) {
+  const float* squares = w.template at<float>(P::kSquaresAt) + sequence * kWarps + 4 * w.t;
+  return rsqrtf(sum_of_four(squares) * (1.0f / P::kHidden) + eps);
+}
+
+// The GEMM of groups of 8 rows: `finish(block)` runs once all warps have left a block's sums.
+template <class P, class Finish>
+__device__ inline void multiply_rows(Consumer<P>& w, const Normed<P>& x, int groups, int batch,
+                                     Finish finish) {
+#pragma unroll 1
+  for (int group = 0; group < groups; ++group) {
+    uint4 first[P::kHiddenParts], second[P::kHiddenParts];
+#pragma unroll
+    for (int part = 0; part < P::kHiddenParts; ++part) w.load(first[part], second[part]);
+    float sums[P::kQuads][4] = {};
+#pragma unroll
+    for (int part = 0; part < P::kHiddenParts; ++part)
+#pragma unroll
+      for (int q = 0; q < P::kQuads; ++q) mma(sums[q], first[part], second[part], x.x[part][q]);
+    w.leave(group % P::kBlock, sums, batch);
+    if (group % P::kBlock == P::kBlock - 1 || group == groups - 1) {
+      meet<1>();
+      finish(group / P::kBlock);
+      ++w.turn;
+    }
+  }
+}
+
+// The GEMM of kOutGroups groups of 8 rows of 1024 kParts columns, of packets [copy, sequence, words]
+// of which `vector` is this CTA's copy.
+template <class P, int kParts, class Finish>
+__device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, uint32_t tag,
+                                        int batch, Finish finish) {
+  // Parts whose activations are polled at once.
+  constexpr int kMost = P::kQuads == 1 ? 4 : 2;
+  constexpr int kAtOnce = kParts % kMost == 0 ? kMost : kParts % 3 == 0 ? 3 : 2;
+  static_assert(kParts % kAtOnce == 0);
+  float sums[P::kOutGroups][P::kQuads][4] = {};
+#pragma unroll 1
+  for (int start = 0; start < kParts; start += kAtOnce) {
+    const uint64_t* pairs[2 * kAtOnce * P::kQuads];
+    uint32_t x[4 * kAtOnce * P::kQuads];
+#pragma unroll
+    for (int i = 0; i < kAtOnce * P::kQuads; ++i) {
+      const int part = start + i / P::kQuads;
+      pairs[2 * i] = vector + w.sequence(i % P::kQuads, batch) * (kParts * 512) +
+                     w.template column<kParts>(part) / 2;
+      pairs[2 * i + 1] = pairs[2 * i] + 2;
+    }
+    poll(pairs, tag, x);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      uint4 first[P::kOutGroups], second[P::kOutGroups];
+#pragma unroll
+      for (int i = 0; i < P::kOutGroups; ++i) w.load(first[i], second[i]);
+#pragma unroll
+      for (int i = 0; i < P::kOutGroups; ++i)
+#pragma unroll
+        for (int q = 0; q < P::kQuads; ++q) {
+          const uint32_t* const of = x + 4 * (j * P::kQuads + q);
+          mma(sums[i][q], first[i], second[i], make_uint4(of[0], of[1], of[2], of[3]));
+        }
+    }
+  }
+#pragma unroll
+  for (int block = 0; block < P::kOutBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < P::kBlock; ++i)
+      if (block * P::kBlock + i < P::kOutGroups)
+        w.leave(i, sums[block * P::kBlock + i < P::kOutGroups ? block * P::kBlock + i : 0], batch);
+    meet<1>();
+    finish(block);
+    ++w.turn;
+  }
+}
+
+// Attention of the query heads of a KV head over 16 positions at a time.
+template <class P>
+struct Attention {
+  // Of head t % kGroup: the running maximum, in base 2, and this lane's sum of exp2(score - maximum).
+  float most = -1e30f;
+  float sum = 0.0f;
+  // Of 16 columns each: rows g and g + 8, heads 2 t and 2 t + 1, of which there are kGroup.
+  float out[P::kHead / 16][4] = {};
+
+  // Adds 16 positions at `keys`, of which the first `count` are there; their values at `values`.
+  __device__ void add(const Consumer<P>& w, uint32_t queries, uint32_t keys, uint32_t values,
+                      int count) {
+    const int g = w.g, t = w.t, lane = w.lane;
+    float scores[2][4] = {};
+    // Columns 2 t and 2 t + 1 of scores are of head t % kGroup.
+    const uint32_t query = queries + (g >> 1) % P::kGroup * (P::kHead * 2);
+#pragma unroll
+    for (int k = 0; k < P::kHead / 32; ++k) {
+      const uint32_t chunk = 2 * t + (k & 1);
+      const uint32_t from = keys + (k >> 1) * P::kHalfBytes + g * 128 + ((chunk ^ g) << 4);
+      mma(scores[k & 1], ptx::load_shared(from), ptx::load_shared(from + 1024),
+          ptx::load_shared(query + ((8 * (k >> 1) + chunk) << 4)));
+    }
+    float first = scores[0][0] + scores[1][0], second = scores[0][2] + scores[1][2];
+    if (g >= count) first = kLowest;
+    if (8 + g >= count) second = kLowest;
+    float now = fmaxf(most, fmaxf(first, second));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
+    const float factor = ptx::ex2(most - now);
+    most = now;
+    first = ptx::ex2(first - now);
+    second = ptx::ex2(second - now);
+    sum = sum * factor + (first + second);
+    const float factors[2] = {__shfl_sync(~0u, factor, 2 * t % P::kGroup),
+                              __shfl_sync(~0u, factor, (2 * t + 1) % P::kGroup)};
+    // Probabilities as B: rows are positions, column n is head n % kGroup.
+    const uint32_t p = pair_of(first, second);
+    const uint32_t even = __shfl_sync(~0u, p, 8 * t + g % P::kGroup);
+    const uint32_t odd = __shfl_sync(~0u, p, 8 * t + 4 + g % P::kGroup);
+    const uint32_t b0 = __byte_perm(even, odd, 0x5410), b1 = __byte_perm(even, odd, 0x7632);
+    // Values that are not there may be NaN.
+    const uint32_t here = present(2 * t, count), further = present(2 * t + 8, count);
+    const uint32_t row = (lane & 7) + 8 * (lane >> 4), chunk = (lane >> 3) & 1;
+#pragma unroll
+    for (int i = 0; i < P::kHead / 16; ++i) {
+      const uint4 v = load_transposed(values + (i >> 2) * P::kHalfBytes + row * 128 +
+                                      (((2 * (i & 3) + chunk) ^ (lane & 7)) << 4));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) out[i][k] *= factors[k & 1];
+      mma(out[i], v.x & here, v.y & here, v.z & further, v.w & further, b0, b1);
+    }
+  }
+
+  // A mask of positions `first` and the next, of `count`.
+  __device__ static uint32_t present(int first, int count) {
+    return (first < count ? 0x0000ffffu : 0u) | (first + 1 < count ? 0xffff0000u : 0u);
+  }
+};
+
+// The warps of a team meet.
+__device__ inline void meet_team(int team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(32 * kTeamWarps) : "memory");
+}
+
+// Queries of this CTA's KV head after their norm and RoPE, and in the last split the new key and value:
+// a warp has one of them at a time.
+template <class P>
+__device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArguments& a, int layer,
+                                     int kv_head, bool has_new, uint32_t tag) {
+  constexpr int kKinds = P::kGroup + 2, kQuarter = P::kHead / 4;
+  // For 64 columns two lanes have the same.
+  const int l = w.lane % kQuarter;
+#pragma unroll 1
+  for (int job = w.warp; job < a.batch * kKinds; job += kWarps) {
+    const int s = job / kKinds, kind = job % kKinds;
+    if (kind >= P::kGroup && !has_new) continue;
+    const int first = kind < P::kGroup    ? (P::kGroup * kv_head + kind) * P::kHead
+                      : kind == P::kGroup ? P::kQuery + kv_head * P::kHead
+                                          : P::kQuery + P::kKv + kv_head * P::kHead;
+    // Before the packets, for which the warp waits.
+    const int at = w.template at<Row>(P::kRowsAt)[s].position * kQuarter + l;
+    const float2 cosine = reinterpret_cast<const float2*>(a.cosines)[at];
+    const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
+    uint32_t norm_first = 0, norm_second = 0;
+    if constexpr (P::kHeadNorms) {
+      const auto* const norm = static_cast<const uint32_t*>(kind < P::kGroup ? a.q_norm : a.k_norm) +
+                               layer * (P::kHead / 2);
+      norm_first = norm[l];
+      norm_second = norm[kQuarter + l];
+    }
+    const uint64_t* const from = a.state + P::kQkvAt + s * P::kQkv + first + 2 * l;
+    const uint64_t* const pairs[2] = {from, from + P::kHead / 2};
+    uint32_t found[4];
+    poll(pairs, tag, found);
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
+    __nv_bfloat16* to;
+    if (kind <= P::kGroup) {
+      if constexpr (P::kHeadNorms) {
+        const float factor =
+            rsqrtf(sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) *
+                       (1.0f / P::kHead) +
+                   a.eps);
+        x[0] *= factor * low(norm_first);
+        x[1] *= factor * high(norm_first);
+        x[2] *= factor * low(norm_second);
+        x[3] *= factor * high(norm_second);
+      }
+      const float y[4] = {x[0] * cosine.x - x[2] * sine.x, x[1] * cosine.y - x[3] * sine.y,
+                          x[2] * cosine.x + x[0] * sine.x, x[3] * cosine.y + x[1] * sine.y};
+      // Queries take 1 / sqrt(kHead), and log2(e), as scores are exponents of 2.
+      const float scale = kind < P::kGroup ? (P::kHead == 128 ? 0.08838834764f : 0.125f) * kLog2E : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = y[i] * scale;
+    }
+    if (kind < P::kGroup)
+      to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (s * P::kGroup + kind) * P::kHead;
+    else
+      to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * s + kind - P::kGroup) * P::kHead;
+    reinterpret_cast<uint32_t*>(to)[l] = pair_of(x[0], x[1]);
+    reinterpret_cast<uint32_t*>(to)[kQuarter + l] = pair_of(x[2], x[3]);
+  }
+}
+
+// Scores of a sequence's new key, by one warp, which writes key and value into the cache too.
+template <class P>
+__device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int s,
+                               int kv_head) {
+  const int lane = w.lane;
+  const auto* const of = w.template at<__nv_bfloat16>(P::kNewAt) + 2 * s * P::kHead;
+  const auto* const queries = w.template at<__nv_bfloat16>(P::kQueriesAt) + s * P::kGroup * P::kHead;
+#pragma unroll
+  for (int h = 0; h < P::kGroup; ++h) {
+    float score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < P::kHead / 64; ++i) {
+      const uint32_t k = reinterpret_cast<const uint32_t*>(of)[32 * i + lane];
+      const uint32_t q = reinterpret_cast<const uint32_t*>(queries + h * P::kHead)[32 * i + lane];
+      score += low(k) * low(q) + high(k) * high(q);
+    }
+    score = sum_of_warp(score);
+    if (lane == 0) w.template at<float>(P::kScoresAt)[s * P::kGroup + h] = score;
+  }
+  const Row row = w.template at<Row>(P::kRowsAt)[s];
+  constexpr int kChunks = P::kHead / 8;
+  if (!row.is_valid || lane >= 2 * kChunks) return;
+  const bool is_value = lane >= kChunks;
+  auto* const to = static_cast<__nv_bfloat16*>(is_value ? a.values : a.keys) +
+                   ((static_cast<size_t>(layer) * a.batch + s) * a.length + row.position) * P::kKv +
+                   kv_head * P::kHead + 8 * (lane % kChunks);
+  *reinterpret_cast<uint4*>(to) =
+      *reinterpret_cast<const uint4*>(of + is_value * P::kHead + 8 * (lane % kChunks));
+}
+
+// Attention over this CTA's split of the positions of each sequence, as packets of partial results.
+template <class P>
+__device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int layer,
+                              uint32_t tag) {
+  const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+  const int lane = w.lane, team = w.warp / kTeamWarps, member = w.warp % kTeamWarps;
+  const bool has_new = split == kSplits - 1;
+  prepare_heads(w, a, layer, kv_head, has_new, tag);
+  meet<2>();
+  if (const int s = 2 * member + team; has_new && s < a.batch) add_new(w, a, layer, s, kv_head);
+  float* const head_sums = w.template at<float>(P::kHeadSumsAt) + team * (kTeamWarps * P::kHeadRow);
+  float2* const maxima = w.template at<float2>(P::kMaximaAt) + team * (kTeamWarps * P::kGroup);
+  const uint32_t tile = member % P::kTiles * 2048;
+#pragma unroll 1
+  for (int s = 0; s < a.batch; ++s) {
+    const Split cached = split_of<P>(w.template at<Row>(P::kRowsAt)[s].position, split);
+    if (s % 2 != team) {
+#pragma unroll 1
+      for (int stage = 0; stage < cached.stages; ++stage) {
+        w.wait();
+        w.release();
+      }
+      continue;
+    }
+    Attention<P> one;
+    const uint32_t queries = ptx::shared_address(w.template at<__nv_bfloat16>(P::kQueriesAt) +
+                                                 s * P::kGroup * P::kHead);
+#pragma unroll 1
+    for (int stage = 0; stage < cached.stages; ++stage) {
+      w.wait();
+      const int count = cached.count - stage * P::kKeys - 16 * (member % P::kTiles);
+      if (stage % (kTeamWarps / P::kTiles) == member / P::kTiles && count > 0)
+        one.add(w, queries, w.stage() + tile, w.stage() + kStageBytes / 2 + tile, count);
+      w.release();
+    }
+    // Warps with positions.
+    const int used = min(kTeamWarps, (cached.count + 15) / 16);
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) one.sum += __shfl_xor_sync(~0u, one.sum, step);
+    if (member < used) {
+      if (lane < P::kGroup) maxima[member * P::kGroup + lane] = make_float2(one.most, one.sum);
+      if (w.t < P::kGroup / 2) {
+        float* const to = head_sums + member * P::kHeadRow + w.g * P::kGroup + 2 * w.t;
+#pragma unroll
+        for (int i = 0; i < P::kHead / 16; ++i) {
+          *reinterpret_cast<float2*>(to + 16 * i * P::kGroup) =
+              make_float2(one.out[i][0], one.out[i][1]);
+          *reinterpret_cast<float2*>(to + (16 * i + 8) * P::kGroup) =
+              make_float2(one.out[i][2], one.out[i][3]);
+        }
+      }
+    }
+    meet_team(team);
+    // Merges the warps: this thread has one head of a column, or of two.
+    const int of = lane % P::kGroup;
+    const float score = has_new ? w.template at<float>(P::kScoresAt)[s * P::kGroup + of] : -1e30f;
+    float most = score;
+#pragma unroll 1
+    for (int q = 0; q < used; ++q) most = fmaxf(most, maxima[q * P::kGroup + of].x);
+    const float new_weight = has_new ? ptx::ex2(score - most) : 0.0f;
+    constexpr int kColumnsOf = P::kHead * P::kGroup / (32 * kTeamWarps);
+    float out[kColumnsOf], sum = new_weight;
+#pragma unroll
+    for (int r = 0; r < kColumnsOf; ++r) {
+      const int column = (member * 32 + lane + r * 32 * kTeamWarps) / P::kGroup;
+      out[r] = 0.0f;
+      if (has_new)
+        out[r] = new_weight * __bfloat162float(w.template at<__nv_bfloat16>(
+                                  P::kNewAt)[(2 * s + 1) * P::kHead + column]);
+    }
+#pragma unroll 1
+    for (int q = 0; q < used; ++q) {
+      const float2 part = maxima[q * P::kGroup + of];
+      const float weight = ptx::ex2(part.x - most);
+      sum += weight * part.y;
+#pragma unroll
+      for (int r = 0; r < kColumnsOf; ++r)
+        out[r] += weight * head_sums[q * P::kHeadRow + member * 32 + lane + r * 32 * kTeamWarps];
+    }
+    const int part = (s * P::kHeads + P::kGroup * kv_head + of) * kSplits + split;
+#pragma unroll
+    for (int r = 0; r < kColumnsOf; ++r)
+      put(a.state + P::kPartial + part * P::kHead +
+              (member * 32 + lane + r * 32 * kTeamWarps) / P::kGroup,
+          out[r], tag);
+    if (member == 0 && lane < P::kGroup) {
+      put(a.state + P::kPartialSums + 2 * part, most, tag);
+      put(a.state + P::kPartialSums + 2 * part + 1, sum, tag);
+    }
+    // The team's sums are free again.
+    meet_team(team);
+  }
+}
+
+// Merges the splits of 16 columns of a head of a sequence, by one warp.
+template <class P>
+__device__ inline void combine(const Consumer<P>& w, const DecodeStepArguments& a, uint32_t tag) {
+  constexpr int kBlocks = P::kQuery / (16 * kCtas);
+  const int s = w.warp / kBlocks, lane = w.lane;
+  if (s >= a.batch) return;
+  const int first_column = (blockIdx.x * kBlocks + w.warp % kBlocks) * 16, column = lane & 7;
+  const int part = (s * P::kHeads + first_column / P::kHead) * kSplits + (lane >> 3) * 4;
+  const uint64_t* pairs[8];
+  uint32_t found[16];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = a.state + P::kPartial + (part + i) * P::kHead + first_column % P::kHead + 2 * column;
+    pairs[4 + i] = a.state + P::kPartialSums + 2 * (part + i);
+  }
+  poll(pairs, tag, found);
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(found[i]);
+  float most = fmaxf(fmaxf(x[8], x[10]), fmaxf(x[12], x[14]));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
+  float first = 0.0f, second = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float weight = ptx::ex2(x[8 + 2 * i] - most);
+    first += weight * x[2 * i];
+    second += weight * x[2 * i + 1];
+    sum += weight * x[9 + 2 * i];
+  }
+#pragma unroll
+  for (int step = 8; step < 32; step *= 2) {
+    first += __shfl_xor_sync(~0u, first, step);
+    second += __shfl_xor_sync(~0u, second, step);
+    sum += __shfl_xor_sync(~0u, sum, step);
+  }
+  const float factor = 1.0f / sum;
+  static_assert(kCopies == 4);
+  put(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
+          first_column / 2 + column,
+      pair_of(first * factor, second * factor), tag);
+}
+
+// The largest logit of each sequence over all CTAs, and the last tag.
+template <class P>
+__device__ inline void choose(const Consumer<P>& w, const DecodeStepArguments& a, Best best,
+                              uint32_t tag) {
+  const int lane = w.lane, cta = blockIdx.x;
+  // Of a warp, lanes that differ in bits 2 and 3 have the same sequence.
+  best.merge_lanes<4, 16>();
+  float4* const bests = w.template at<float4>(P::kBestsAt);
+  if (lane % 16 == 0)
+    bests[2 * w.warp + lane / 16] =
+        make_float4(best.logit, __int_as_float(best.row), best.sum, 0.0f);
+  meet<2>();
+  if (w.warp == 0) {
+    const float4 one = bests[lane];
+    best.logit = one.x;
+    best.row = __float_as_int(one.y);
+    best.sum = one.z;
+    best.merge_lanes<P::kSequences, 32>();
+    if (lane < a.batch) {
+      uint64_t* const to = a.state + P::kBest + (cta * P::kSequences + lane) * 4;
+      put(to, best.logit, tag);
+      put(to + 1, static_cast<uint32_t>(best.row), tag);
+      put(to + 2, best.sum, tag);
+      put(to + 3, 0u, tag);
+    }
+  }
+  if (cta != 0) return;
+  if (const int s = w.warp; s < a.batch) {
+    const uint64_t* pairs[8];
+    uint32_t found[16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      pairs[i] = a.state + P::kBest + ((lane * 4 + i / 2) * P::kSequences + s) * 4 + i % 2 * 2;
+    poll(pairs, tag, found);
+    best = Best();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      best.merge(__uint_as_float(found[4 * i]), static_cast<int>(found[4 * i + 1]),
+                 __uint_as_float(found[4 * i + 2]));
+    best.merge_lanes<1, 32>();
+    if (lane == 0) {
+      const float rest = logf(best.sum);
+      const bool is_good =
+          isfinite(best.logit) && isfinite(rest) && w.template at<Row>(P::kRowsAt)[s].is_valid;
+      a.best[s] = is_good ? best.row : -1;
+      a.best_logp[s] = is_good ? -rest : __int_as_float(0x7fffffff);
+    }
+  }
+  meet<2>();
+  // All CTAs have read the old one: their packets are here.
+  if (threadIdx.x == 0) a.state[0] = tag;
+}
+
+// Layer by layer, the consumers' part of a token.
+template <class P>
+__device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, int warp,
+                               uint32_t base) {
+  constexpr int kHidden = P::kHidden;
+  Consumer<P> w(shared, warp);
+  const int cta = blockIdx.x, lane = w.lane;
+  uint64_t* const packets = a.state;
+  // This CTA's copy of a vector of so many words.
+  const auto copy_of = [=](int vector, int words) {
+    return static_cast<const uint64_t*>(packets) + vector + cta % kCopies * (P::kSequences * words);
+  };
+  const Output own = output_of<P>(warp, lane);
+  const Row* const rows = w.template at<Row>(P::kRowsAt);
+  const bool is_there = own.sequence < a.batch;
+  const auto* const norms = static_cast<const __nv_bfloat16*>(a.attention_norm);
+  const auto* const mlp_norms = static_cast<const __nv_bfloat16*>(a.mlp_norm);
+  // Residuals of this CTA's columns.
+  float residual[P::kOutBlocks] = {};
+#pragma unroll
+  for (int block = 0; block < P::kOutBlocks; ++block) {
+    const int group = block * P::kBlock + own.group;
+    if (is_there && group < P::kOutGroups)
+      residual[block] = __bfloat162float(
+          static_cast<const __nv_bfloat16*>(
+              a.embedding)[static_cast<size_t>(rows[own.sequence].token) * kHidden +
+                           (cta * P::kOutGroups + group) * 8 + own.row]);
+  }
+  // Adds a block of a matrix's rows to residuals, and sends them.
+  const auto add_residuals = [&](int block, int vector, uint32_t tag) {
+    const int group = block * P::kBlock + own.group;
+    const float total = w.total();
+    float next = 0.0f;
+#pragma unroll
+    for (int i = 0; i < P::kOutBlocks; ++i)
+      if (i == block) next = residual[i] += total;
+    if (is_there && group < P::kOutGroups)
+      put(packets + vector + (w.t * P::kSequences + own.sequence) * kHidden +
+              (cta * P::kOutGroups + group) * 8 + own.row,
+          next, tag);
+  };
+
+#pragma unroll 1
+  for (int layer = 0; layer < a.layers; ++layer) {
+    const uint32_t tag = base + layer + 1;
+    {
+      Normed<P> x;
+      x.read(w, a, norms + static_cast<size_t>(layer) * kHidden,
+             layer == 0 ? nullptr : copy_of(P::kIn, kHidden), tag - 1);
+      float factor = 0.0f;
+      multiply_rows(w, x, P::kQkvGroups, a.batch, [&](int block) {
+        if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
+        const int group = block * P::kBlock + own.group;
+        const float total = w.total();
+        if (is_there && group < P::kQkvGroups && w.t == 0)
+          put(packets + P::kQkvAt + own.sequence * P::kQkv + (cta * P::kQkvGroups + group) * 8 +
+                  own.row,
+              total * factor, tag);
+      });
+    }
+    attend(w, a, layer, tag);
+    combine(w, a, tag);
+    multiply_columns<P, P::kQueryParts>(w, copy_of(P::kAttention, P::kQuery / 2), tag, a.batch,
+                                        [&](int block) { add_residuals(block, P::kMiddle, tag); });
+    {
+      Normed<P> x;
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden), tag);
+      float factor = 0.0f;
+      // Groups of gate and up by turns.
+      multiply_rows(w, x, 2 * P::kMlpGroups, a.batch, [&](int block) {
+        if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
+        const int pair = (block * P::kBlock + own.group) / 2;
+        const float gate = w.total() * factor;
+        const float up = __shfl_xor_sync(~0u, gate, 4);
+        const float inner = __fdividef(up * gate, 1.0f + ptx::ex2(-kLog2E * gate));
+        const float next = __shfl_xor_sync(~0u, inner, 8);
+        if (is_there && pair < P::kMlpGroups && own.group % 2 == 0 && own.row % 2 == 0)
+          put(packets + P::kInner + (w.t * P::kSequences + own.sequence) * (P::kMlp / 2) +
+                  (cta * P::kMlpGroups + pair) * 4 + own.row / 2,
+              pair_of(inner, next), tag);
+      });
+    }
+    multiply_columns<P, P::kMlpParts>(w, copy_of(P::kInner, P::kMlp / 2), tag, a.batch,
+                                      [&](int block) { add_residuals(block, P::kIn, tag); });
+  }
+
+  Normed<P> x;
+  x.read(w, a, a.norm, copy_of(P::kIn, kHidden), base + a.layers);
+  float factor = 0.0f;
+  Best best;
+  const bool is_valid = rows[own.sequence].is_valid;
+  const int groups = ((a.vocab + 7) / 8 - cta + kCtas - 1) / kCtas;
+  multiply_rows(w, x, groups, a.batch, [&](int block) {
+    if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
+    const int group = block * P::kBlock + own.group;
+    const int row = (group * kCtas + cta) * 8 + own.row;
+    const float logit = w.total() * factor;
+    if (is_there && group < groups && row < a.vocab) {
+      if (w.t == 0)
+        a.logits[static_cast<size_t>(own.sequence) * a.vocab + row] =
+            is_valid ? logit : __int_as_float(0x7fffffff);
+      best.merge(logit, row, 1.0f);
+    }
+  });
+  choose(w, a, best, base + a.layers + 1);
+}
+
+template <class P>
+__device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const uint32_t ring = ptx::shared_address(shared), barriers = ring + P::kRing * kStageBytes;
+  auto* const rows = reinterpret_cast<Row*>(shared + P::kRing * kStageBytes + P::kRowsAt);
+  bool has_valid = false;
+  for (int s = 0; s < P::kSequences; ++s) {
+    const int token = s < a.batch ? a.token[s] : -1, position = s < a.batch ? a.position[s] : -1;
+    const bool is_valid = token >= 0 && token < a.vocab && position >= 0 && position < a.length;
+    has_valid |= is_valid;
+    if (threadIdx.x == s) rows[s] = {is_valid ? token : 0, is_valid ? position : 0, is_valid, 0};
+  }
+  if (!has_valid) {
+    const float nan = __int_as_float(0x7fffffff);
+    const size_t count = static_cast<size_t>(a.batch) * a.vocab;
+    for (size_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += kCtas * kThreads)
+      a.logits[i] = nan;
+    if (blockIdx.x == 0 && threadIdx.x < a.batch) {
+      a.best[threadIdx.x] = -1;
+      a.best_logp[threadIdx.x] = nan;
+    }
+    return;
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < P::kRing; ++i) {
+      ptx::mbarrier_init(barriers + 8 * i, 1);
+      ptx::mbarrier_init(barriers + 8 * (P::kRing + i), kWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (warp >= kWarps) {
+    ptx::fewer_registers<24>();
+    if (threadIdx.x == kConsumers) produce<P>(a, ring, rows);
+  } else {
+    ptx::more_registers<112>();
+    const auto base = static_cast<uint32_t>(*reinterpret_cast<volatile const uint64_t*>(a.state));
+    consume<P>(a, shared, warp, base);
+  }
+}
+
+}  // namespace xentile::decode_step::wide
+
+// For src/decode_step/arguments.rs.
+#define XENTILE_DECODE_STEP_NUMBERS(name)                                                       \
+  inline constexpr int kDecodeStep##name##LayerStages =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kLayerStages;      \
+  inline constexpr int kDecodeStep##name##SharedBytes4 =                                        \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kBytes;            \
+  inline constexpr int kDecodeStep##name##SharedBytes8 =                                        \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 2>::kBytes;            \
+  inline constexpr int kDecodeStep##name##StateWords4 =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 1>::kStateWords;       \
+  inline constexpr int kDecodeStep##name##StateWords8 =                                         \
+      xentile::decode_step::wide::Plan<xentile::decode_step::wide::name, 2>::kStateWords;
+
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Small)
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Medium)
+XENTILE_DECODE_STEP_NUMBERS(LlamaSmall)
+XENTILE_DECODE_STEP_NUMBERS(Qwen3Large)
+XENTILE_DECODE_STEP_NUMBERS(LlamaLarge)
