@@ -1,0 +1,147 @@
+"""Steps that make parameters: the library's kernel for NVIDIA GPUs, or XLA's program.
+
+Arrays of one kind (dtypes of parameter and gradient, state in float32 or 8 bits) are one call,
+whose operands are scalars, a word for each parameter, and then each parameter's arrays. The call
+writes parameters and state in the place of these; crates/xentile-xla/src/optimizers.rs declares it.
+"""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import library
+from ..operation import Implementation
+from . import formula
+from .codes import Quantized
+from .formula import Rule, Scalars
+from .trees import Leaf, is_quantized
+
+Array = jax.Array
+# A gradient, a parameter, its moments, and what is known of it.
+Arrays = tuple[Array, Array, list[Any], Leaf]
+Result = tuple[Array, list[Any]]
+
+TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
+# Of parameters and of gradients.
+KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
+# Words of scalars.
+WORDS = 16
+
+
+def check_implementation(name: str, implementation: Implementation | None) -> None:
+    """Checks an option.
+
+    Raises:
+        ValueError: there is no implementation of that name.
+    """
+    named = ("reference",) if name == "lion8bit" else ("custom_call", "reference")
+    if implementation is not None and implementation not in named:
+        raise ValueError(
+            f"{name}: implementation is {implementation!r}; it must be one of "
+            f"{', '.join(map(repr, named))}, or None"
+        )
+
+
+def run(
+    rule: Rule,
+    scalars: Scalars,
+    arrays: list[Arrays],
+    rounds: bool,
+    implementation: Implementation | None,
+) -> list[Result]:
+    """Returns each parameter and its moments after a step."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, (grad, param, moments, _) in enumerate(arrays):
+        has_kernel = rule == "adam" and param.size > 0
+        has_kernel &= {param.dtype, grad.dtype} <= {*KERNEL_DTYPES}
+        kind = (param.dtype, grad.dtype, is_quantized(moments[0])) if has_kernel else None
+        groups[kind].append(index)
+    uses_kernel = implementation != "reference" and _is_usable(implementation)
+    found: list[Any] = [None] * len(arrays)
+    for kind, indices in groups.items():
+        members = [arrays[index] for index in indices]
+        dense = partial(_dense, rule, tuple(leaf for *_, leaf in members), rounds)
+        flat = [one[:3] for one in members]
+        if kind is None or not uses_kernel:
+            results = dense(scalars, flat)
+        else:
+            leaves = tuple(leaf for *_, leaf in members)
+            kernel = partial(_kernel, TARGETS[kind[2]], leaves, rounds)
+            results = jax.lax.platform_dependent(scalars, flat, cuda=kernel, default=dense)
+        for index, result in zip(indices, results, strict=True):
+            found[index] = result
+    return found
+
+
+def _is_usable(implementation: Implementation | None) -> bool:
+    """Returns whether programs for CUDA take the kernel.
+
+    Unless it is named they do on machines with one GPU: XLA would gather sharded arrays for it.
+
+    Raises:
+        LibraryError: it is named, and there is no library, or none with kernels for GPUs.
+    """
+    if implementation == "custom_call":
+        loaded = library.require()
+        if "cuda" not in loaded.platforms_of(TARGETS[False]):
+            raise library.LibraryError(
+                f'implementation is "custom_call", and {loaded.path} has no kernels for NVIDIA '
+                f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
+            )
+        return True
+    outcome = library.attempt()
+    if isinstance(outcome, library.LibraryError):
+        return False
+    if "cuda" not in outcome[1].platforms_of(TARGETS[False]):
+        return False
+    try:
+        return len(jax.devices("cuda")) == 1
+    except RuntimeError:
+        return False
+
+
+def _dense(
+    rule: Rule, leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any
+) -> list[Result]:
+    found = []
+    for (grad, param, moments), leaf in zip(arrays, leaves, strict=True):
+        change, new = formula.update(rule, scalars, grad, param, moments, leaf)
+        found.append((formula.apply(scalars, param, change, leaf, rounds=rounds), new))
+    return found
+
+
+def _words(scalars: Scalars, rounds: bool) -> Array:
+    """Returns the scalars as int32 of the same bits, and whether parameters are rounded."""
+    cast = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    words = [cast(one) for one in scalars]
+    rest = [jnp.int32(rounds)] + [jnp.int32(0)] * (WORDS - len(words) - 1)
+    return jnp.stack([*words, *rest])
+
+
+def _kernel(
+    target: str, leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any
+) -> list[Result]:
+    # Twice the number of a parameter, and whether it decays.
+    named = np.array([2 * leaf.number + leaf.decays for leaf in leaves], np.int32)
+    operands: list[Array] = [_words(scalars, rounds), jnp.asarray(named)]
+    results, aliases = [], {}
+    for grad, param, moments in arrays:
+        operands.append(grad)
+        for one in [param, *jax.tree.leaves(moments)]:
+            aliases[len(operands)] = len(results)
+            operands.append(one)
+            results.append(jax.ShapeDtypeStruct(one.shape, one.dtype))
+    flat = iter(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands))
+    found: list[Result] = []
+    for _, _, moments in arrays:
+        param = next(flat)
+        new = [
+            Quantized(next(flat), next(flat)) if is_quantized(one) else next(flat)
+            for one in moments
+        ]
+        found.append((param, new))
+    return found
