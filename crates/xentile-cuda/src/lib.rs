@@ -1,7 +1,7 @@
 //! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`norm`],
+//! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`], [`norm`], [`optimizers`],
 //! [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
@@ -34,6 +34,7 @@ mod library;
 pub mod linear_cross_entropy;
 pub mod norm;
 mod operands;
+pub mod optimizers;
 pub mod qk_norm_rope;
 pub mod rope;
 mod round;

@@ -22,6 +22,7 @@ mod fp8_quantize;
 pub mod json;
 mod linear_cross_entropy;
 mod norm;
+mod optimizers;
 mod rope;
 mod scale;
 mod shapes;

@@ -90,8 +90,8 @@ def decode(array: Quantized, *, signed: bool) -> jax.Array:
 
 
 def _nearest(y: jax.Array, *, signed: bool) -> jax.Array:
-    """Returns the code nearest to each entry of [-1, 1], 0's for NaN."""
-    magnitude = jnp.abs(y)
+    """Returns the code nearest to each entry of [-1, 1], 1's for NaN."""
+    magnitude = jnp.where(jnp.isnan(y), 1, jnp.minimum(jnp.abs(y), 1))
     first, *others = decades(signed=signed)
     shape = y.shape
     factor, offset, parts = (
@@ -115,14 +115,14 @@ def _nearest(y: jax.Array, *, signed: bool) -> jax.Array:
     if signed:
         # -1 is not in the table.
         steps = jnp.where(y < 0, -jnp.minimum(steps, top - 1), steps)
-    return zero_code(signed=signed) + jnp.where(jnp.isnan(y), 0, steps)
+    return zero_code(signed=signed) + steps
 
 
 def encode(x: jax.Array, block: int, *, signed: bool) -> Quantized:
     """Returns a float32 array in 8 bits.
 
     A block of zeros has scale 0 and the code of 0. A block with NaN has scale NaN, and one with
-    infinity scale infinity: all of the block is NaN when decoded.
+    infinity scale infinity: none of the block is finite when decoded.
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     scales = jnp.max(jnp.abs(blocks), axis=-1)

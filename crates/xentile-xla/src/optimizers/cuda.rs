@@ -1,0 +1,206 @@
+//! Steps of optimizers on NVIDIA GPUs.
+
+use xentile_cuda::optimizers::{AdamW, BLOCKS, Parameter as Step, SCALARS, State};
+use xla_ffi::{Buffer, Context, DType, Decoder, Error, OnDevice, Parameter, Result};
+
+use crate::cuda::{Any, AnyMut};
+use crate::dtype;
+use crate::norm::cuda::run;
+use crate::target::target_list;
+
+type Words<'a> = OnDevice<Buffer<'a, i32>>;
+
+target_list! {
+    CUDA;
+
+    super::ADAMW: fn xentile_adamw_cuda,
+        initialize xentile_adamw_cuda_initialize = adamw(
+        scalars, leaves, arrays, context,
+    );
+    super::ADAMW_8BIT: fn xentile_adamw_8bit_cuda,
+        initialize xentile_adamw_8bit_cuda_initialize = adamw_8bit(
+        scalars, leaves, arrays, context,
+    );
+}
+
+/// The arrays of every parameter, `OPERANDS` arguments and `OPERANDS - 1` results of each, all in place.
+struct Arrays<'a, const OPERANDS: usize> {
+    operands: Vec<[Any<'a>; OPERANDS]>,
+    results: Vec<AnyMut<'a>>,
+}
+
+/// The names of a parameter's operands.
+const fn names<const OPERANDS: usize>() -> [&'static str; OPERANDS] {
+    let all: &[&str] = if OPERANDS == 4 {
+        &["grads", "params", "mu", "nu"]
+    } else {
+        &["grads", "params", "mu", "mu_scales", "nu", "nu_scales"]
+    };
+    let mut found = [""; OPERANDS];
+    let mut index = 0;
+    while index < OPERANDS {
+        found[index] = all[index];
+        index += 1;
+    }
+    found
+}
+
+impl<'a, const OPERANDS: usize> Parameter<'a> for Arrays<'a, OPERANDS> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let names = names::<OPERANDS>();
+        let mut operands = Vec::new();
+        while let Some(first) = decoder.parameter::<Option<Any>>(names[0])? {
+            let mut arrays = [first; OPERANDS];
+            for (array, name) in arrays.iter_mut().zip(names).skip(1) {
+                *array = decoder.parameter(name)?;
+            }
+            operands.push(arrays);
+        }
+        let mut results = Vec::new();
+        for _ in &operands {
+            for name in &names[1..] {
+                results.push(decoder.parameter(name)?);
+            }
+        }
+        Ok(Self { operands, results })
+    }
+}
+
+fn adamw(scalars: Words, leaves: Words, arrays: Arrays<4>, context: Context) -> Result {
+    let state = |[_, params, mu, nu]: &[Any; 4]| {
+        for (name, array) in [("mu", mu), ("nu", nu)] {
+            check(name, *array, DType::F32, params.dims())?;
+        }
+        Ok(State::Wide { mu: mu.as_ptr(), nu: nu.as_ptr() })
+    };
+    step(scalars, leaves, &arrays, state, context)
+}
+
+fn adamw_8bit(scalars: Words, leaves: Words, arrays: Arrays<6>, context: Context) -> Result {
+    let state = |[_, params, mu, mu_scales, nu, nu_scales]: &[Any; 6]| {
+        let block = block_size(params.dims(), mu_scales.dims())?;
+        for (name, array) in [("mu", mu), ("nu", nu)] {
+            check(name, *array, DType::U8, params.dims())?;
+        }
+        for (name, array) in [("mu_scales", mu_scales), ("nu_scales", nu_scales)] {
+            check(name, *array, DType::F32, mu_scales.dims())?;
+        }
+        Ok(State::Quantized {
+            mu: mu.as_ptr(),
+            mu_scales: mu_scales.as_ptr().cast(),
+            nu: nu.as_ptr(),
+            nu_scales: nu_scales.as_ptr().cast(),
+            block,
+        })
+    };
+    step(scalars, leaves, &arrays, state, context)
+}
+
+/// The extent of blocks of an array `[.., D]` with scales `[.., D / block]`.
+fn block_size(params: &[usize], scales: &[usize]) -> Result<usize> {
+    let block = match (params.split_last(), scales.split_last()) {
+        (Some((&columns, leading)), Some((&blocks, others))) if leading == others => {
+            BLOCKS.into_iter().find(|block| blocks * block == columns)
+        }
+        _ => None,
+    };
+    block.ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "`mu_scales` has shape {scales:?}; it must have a scale for each 256, 128 or 64 entries of the \
+             last axis of `params`, {params:?}"
+        ))
+    })
+}
+
+/// Checks the dtype and the shape of an array.
+fn check(name: &str, array: Any, dtype: DType, dims: &[usize]) -> Result {
+    if array.dtype() != dtype {
+        return Err(dtype::wrong(name, array.dtype(), &dtype.to_string()));
+    }
+    if array.dims() != dims {
+        return Err(Error::invalid_argument(format!(
+            "`{name}` has shape {:?}; it must be {dims:?}",
+            array.dims()
+        )));
+    }
+    Ok(())
+}
+
+/// The dtype of parameters or gradients.
+fn to_dtype(name: &str, array: Any) -> Result<xentile::DType> {
+    match array.dtype() {
+        DType::F32 => Ok(xentile::DType::F32),
+        DType::Bf16 => Ok(xentile::DType::Bf16),
+        other => Err(dtype::wrong(name, other, "f32 or bf16")),
+    }
+}
+
+fn step<const OPERANDS: usize>(
+    scalars: Words,
+    leaves: Words,
+    arrays: &Arrays<OPERANDS>,
+    state: impl Fn(&[Any; OPERANDS]) -> Result<State>,
+    context: Context,
+) -> Result {
+    let count = arrays.operands.len();
+    for (name, words, right) in [("scalars", scalars, SCALARS), ("leaves", leaves, count)] {
+        if words.dims() != [right] {
+            return Err(Error::invalid_argument(format!(
+                "`{name}` has shape {:?}; it must be [{right}]",
+                words.dims()
+            )));
+        }
+    }
+    let Some(first) = arrays.operands.first() else {
+        return Ok(());
+    };
+    let kernel = AdamW {
+        params: to_dtype("params", first[1])?,
+        grads: to_dtype("grads", first[0])?,
+        is_quantized: OPERANDS == 6,
+    };
+    let mut parameters = Vec::with_capacity(count);
+    let mut results = arrays.results.iter();
+    for operands in &arrays.operands {
+        let [grads, params] = [operands[0], operands[1]];
+        check("params", params, first[1].dtype(), params.dims())?;
+        check("grads", grads, first[0].dtype(), params.dims())?;
+        for ((name, operand), result) in
+            names::<OPERANDS>().into_iter().zip(operands).skip(1).zip(&mut results)
+        {
+            check_in_place(name, *operand, result)?;
+        }
+        let (size, state) = (params.elements(), state(operands)?);
+        let (grads, params) = (grads.as_ptr().cast_const(), params.as_ptr());
+        parameters.push(Step { size, grads, params, state });
+    }
+    run(
+        context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { kernel.load(stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked; results are in the place of operands,
+        // and XLA keeps all others apart.
+        |stream| unsafe {
+            kernel.run(stream, scalars.as_ptr().cast(), leaves.as_ptr().cast(), &parameters)
+        },
+    )
+}
+
+/// Checks that a result is the operand that it overwrites.
+fn check_in_place(name: &str, operand: Any, result: &AnyMut) -> Result {
+    if result.dtype() != operand.dtype() {
+        return Err(dtype::wrong(
+            &format!("new_{name}"),
+            result.dtype(),
+            &operand.dtype().to_string(),
+        ));
+    }
+    if result.dims() != operand.dims() || result.as_ptr() != operand.as_ptr() {
+        return Err(Error::invalid_argument(format!(
+            "`new_{name}` has shape {:?}; it must have that of `{name}`, {:?}, and lie in its place",
+            result.dims(),
+            operand.dims()
+        )));
+    }
+    Ok(())
+}
