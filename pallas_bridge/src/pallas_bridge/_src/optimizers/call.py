@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.interpreters import xla as xla_interpreter
 
 from .. import library
 from ..operation import Implementation
@@ -63,15 +66,12 @@ def run(
     uses_kernel = implementation != "reference" and _is_usable(implementation)
     found: list[Any] = [None] * len(arrays)
     for kind, indices in groups.items():
-        members = [arrays[index] for index in indices]
-        dense = partial(_dense, rule, tuple(leaf for *_, leaf in members), rounds)
-        flat = [one[:3] for one in members]
+        members = [arrays[index][:3] for index in indices]
+        leaves = tuple(arrays[index][3] for index in indices)
         if kind is None or not uses_kernel:
-            results = dense(scalars, flat)
+            results = _dense(rule, leaves, rounds, scalars, members)
         else:
-            leaves = tuple(leaf for *_, leaf in members)
-            kernel = partial(_kernel, TARGETS[kind[2]], leaves, rounds)
-            results = jax.lax.platform_dependent(scalars, flat, cuda=kernel, default=dense)
+            results = _bind(leaves, rounds, scalars, members)
         for index, result in zip(indices, results, strict=True):
             found[index] = result
     return found
@@ -122,9 +122,43 @@ def _words(scalars: Scalars, rounds: bool) -> Array:
     return jnp.stack([*words, *rest])
 
 
-def _kernel(
-    target: str, leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any
-) -> list[Result]:
+def _bind(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
+    """Returns parameters and moments by a call that has a kernel."""
+    operands, structure = jax.tree.flatten((scalars, arrays))
+    results = STEP.bind(*operands, leaves=leaves, rounds=rounds, structure=structure)
+    _, after = jax.tree.structure((scalars, [(param, new) for _, param, new in arrays])).children()
+    found: list[Result] = jax.tree.unflatten(after, results)
+    return found
+
+
+def _outputs(operands: Any, structure: Any) -> list[Any]:
+    """Returns those of the operands that a step writes: parameters and moments, in order."""
+    _, arrays = jax.tree.unflatten(structure, operands)
+    return jax.tree.leaves([(param, moments) for _, param, moments in arrays])
+
+
+def _lower(ctx: Any, *operands: Any, leaves: Any, rounds: bool, structure: Any) -> Any:
+    platforms = ctx.module_context.platforms
+    function = _kernel if tuple(platforms) == ("cuda",) else partial(_dense, "adam")
+
+    def flat(*arrays: Any) -> list[Any]:
+        scalars, of = jax.tree.unflatten(structure, arrays)
+        return jax.tree.leaves(function(leaves, rounds, scalars, of))
+
+    return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
+
+
+# One rule for all platforms: under a conditional over the platform no result could take the memory
+# of an operand.
+STEP = Primitive("xentile_adamw")
+STEP.multiple_results = True
+STEP.def_impl(partial(xla_interpreter.apply_primitive, STEP))
+STEP.def_abstract_eval(lambda *avals, structure, **_: _outputs(avals, structure))
+mlir.register_lowering(STEP, _lower)
+
+
+def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
+    target = TARGETS[is_quantized(arrays[0][2][0])]
     # Twice the number of a parameter, and whether it decays.
     named = np.array([2 * leaf.number + leaf.decays for leaf in leaves], np.int32)
     operands: list[Array] = [_words(scalars, rounds), jnp.asarray(named)]
