@@ -393,3 +393,19 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ours.muon(1e-2, matrices=True).init(params)
     with pytest.raises(ValueError, match=r"ns_coeffs is \(1.0, 2.0\)"):
         ours.muon(1e-2, ns_coeffs=(1.0, 2.0))  # type: ignore[arg-type]
+
+
+def test_muon_clips_and_rounds(rng: np.random.Generator) -> None:
+    params = tree(rng)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), ours.muon(1e-2))
+    right, _ = train(clipped, params)
+    got, state = train(ours.muon(1e-2, max_norm=1.0), params, applies=True)
+    assert difference(right, got) < 1e-4
+    assert float(state.norm) > 1
+    narrow = jax.tree.map(lambda one: one.astype(jnp.bfloat16), params)
+    options: Any = {"rounding_seed": 3}
+    rounded, _ = train(ours.muon(1e-3, **options), narrow, applies=True)
+    by_updates, _ = train(ours.muon(1e-3, **options), narrow)
+    assert difference(rounded, by_updates) == 0
+    other, _ = train(ours.muon(1e-3, rounding_seed=4), narrow, applies=True)
+    assert difference(rounded["a"], other["a"]) > 0

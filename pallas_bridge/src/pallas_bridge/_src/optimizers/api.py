@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from ..keywords import hinted
@@ -117,12 +116,7 @@ class Options:
             for number, (path, is_decayed) in enumerate(zip(paths, decays, strict=True))
         ]
         count = jnp.minimum(state.count, trees.LAST_STEP - 2) + 1
-        norm, clip = None, jnp.float32(1)
-        if self.max_norm is not None:
-            squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in gradients]
-            norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-            most = jnp.asarray(self.max_norm, jnp.float32)
-            clip = jnp.where((norm < most) | jnp.isinf(most), 1, most / norm)
+        norm, clip = formula.clipping(gradients, self.max_norm)
         return _Step(
             jax.tree.structure(params),
             self._scalars(state.count, count, clip),
@@ -151,8 +145,6 @@ class Options:
             grad_scale = rest(self.b1) * correction(self.b1)
 
         seed = 0 if self.rounding_seed is None else self.rounding_seed
-        if isinstance(seed, int):
-            seed = np.uint32(seed % 2**32)
         return Scalars(
             at(self.learning_rate),
             at(self.b1),
@@ -167,7 +159,7 @@ class Options:
             correction(self.b2),
             clip,
             count.astype(jnp.uint32),
-            jnp.asarray(seed).astype(jnp.uint32),
+            formula.seed_of(seed),
         )
 
 
@@ -236,8 +228,10 @@ def adamw(
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.
-      b1, b2: decay of the first and the second moment.
-      eps, eps_root: added outside and inside the square root.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added outside the square root.
+      eps_root: added inside the square root.
       weight_decay: as `learning_rate`; it is multiplied by the learning rate.
       mask: which parameters decay: a tree of Booleans, a prefix of one, or a function of params.
       nesterov: takes the moment of the next step, as NAdam.
@@ -301,18 +295,30 @@ def adamw8bit(
     So does the state of arrays below 4096 entries.
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov: as for `adamw`.
+      learning_rate: as for `adamw`.
+      b1: as for `adamw`.
+      b2: as for `adamw`.
+      eps: as for `adamw`.
+      eps_root: as for `adamw`.
+      weight_decay: as for `adamw`.
+      mask: as for `adamw`.
+      nesterov: as for `adamw`.
       float32_mask: whose state stays float32, True there; of the forms of `mask`.
       shardings: a tree of the parameters' shardings, for `init` under `jax.jit` on a mesh, where
         parameters do not show them.
-      max_norm, rounding_seed, implementation: as for `adamw`.
+      max_norm: as for `adamw`.
+      rounding_seed: as for `adamw`.
+      implementation: as for `adamw`.
 
     Returns:
       As for `adamw`; leaves of `mu` and `nu` in 8 bits are pairs of `codes`, uint8 of the
       parameter's shape, and `scales`, float32 [.., D / block].
 
     Raises:
-      ImportError, OverflowError, TypeError, ValueError: as for `adamw`.
+      ImportError: as for `adamw`.
+      OverflowError: as for `adamw`.
+      TypeError: as for `adamw`.
+      ValueError: as for `adamw`.
     """
     return _made(
         name="adamw8bit",
@@ -352,15 +358,26 @@ def adam8bit(
     """Adam whose moments have 8 bits an entry: `adamw8bit` without weight decay.
 
     Args:
-      learning_rate, b1, b2, eps, eps_root, nesterov: as for `adamw`.
-      float32_mask, shardings: as for `adamw8bit`.
-      max_norm, rounding_seed, implementation: as for `adamw`.
+      learning_rate: as for `adamw`.
+      b1: as for `adamw`.
+      b2: as for `adamw`.
+      eps: as for `adamw`.
+      eps_root: as for `adamw`.
+      nesterov: as for `adamw`.
+      float32_mask: as for `adamw8bit`.
+      shardings: as for `adamw8bit`.
+      max_norm: as for `adamw`.
+      rounding_seed: as for `adamw`.
+      implementation: as for `adamw`.
 
     Returns:
       As for `adamw8bit`.
 
     Raises:
-      ImportError, OverflowError, TypeError, ValueError: as for `adamw`.
+      ImportError: as for `adamw`.
+      OverflowError: as for `adamw`.
+      TypeError: as for `adamw`.
+      ValueError: as for `adamw`.
     """
     return _made(
         name="adam8bit",
@@ -401,17 +418,25 @@ def lion8bit(
     (Chen et al., 2023).
 
     Args:
-      learning_rate, weight_decay, mask: as for `adamw`.
-      b1, b2: weights of the moment in the step, and in the moment after it.
-      float32_mask, shardings: as for `adamw8bit`.
-      max_norm, rounding_seed: as for `adamw`.
+      learning_rate: as for `adamw`.
+      weight_decay: as for `adamw`.
+      mask: as for `adamw`.
+      b1: weight of the moment in the step.
+      b2: weight of the moment in the moment after it.
+      float32_mask: as for `adamw8bit`.
+      shardings: as for `adamw8bit`.
+      max_norm: as for `adamw`.
+      rounding_seed: as for `adamw`.
       implementation: "reference" or None.
 
     Returns:
       As for `adamw8bit`; `nu` is None.
 
     Raises:
-      ImportError, OverflowError, TypeError, ValueError: as for `adamw`.
+      ImportError: as for `adamw`.
+      OverflowError: as for `adamw`.
+      TypeError: as for `adamw`.
+      ValueError: as for `adamw`.
     """
     return _made(
         name="lion8bit",

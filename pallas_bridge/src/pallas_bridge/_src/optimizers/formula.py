@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from . import codes, rounding
 from .trees import Leaf, is_quantized
@@ -67,8 +69,38 @@ def apply(
     scalars: Scalars, param: jax.Array, change: jax.Array, leaf: Leaf, *, rounds: bool
 ) -> jax.Array:
     """Returns a parameter after the step; bfloat16 is rounded stochastically if it `rounds`."""
+    seed = scalars.seed if rounds else None
+    return added(param, change, leaf.number, scalars.step, seed)
+
+
+def added(
+    param: jax.Array, change: jax.Array, number: int, step: jax.Array, seed: jax.Array | None
+) -> jax.Array:
+    """Returns a parameter plus a change, in its dtype; with a seed bfloat16 is rounded by it."""
     wide = param.astype(jnp.float32) + change
-    if rounds and param.dtype == jnp.bfloat16:
-        random = rounding.bits(param.shape, leaf.number, scalars.step, scalars.seed)
-        return rounding.round_stochastically(wide, random)
+    if seed is not None and param.dtype == jnp.bfloat16:
+        return rounding.round_stochastically(wide, rounding.bits(param.shape, number, step, seed))
     return wide.astype(param.dtype)
+
+
+def clipping(
+    grads: list[jax.Array], max_norm: ArrayLike | None
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns the global norm of gradients, and what scales it to `max_norm` if it is larger.
+
+    Without `max_norm` they are None and 1, and for infinity the norm and 1.
+    """
+    if max_norm is None:
+        return None, jnp.float32(1)
+    squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in grads]
+    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
+    most = jnp.asarray(max_norm, jnp.float32)
+    is_within = (norm < most) | jnp.isinf(most)
+    return norm, jnp.where(is_within, jnp.float32(1), most / norm)
+
+
+def seed_of(seed: ArrayLike) -> jax.Array:
+    """Returns a seed as uint32."""
+    return jnp.asarray(np.uint32(seed % 2**32) if isinstance(seed, int) else seed).astype(
+        jnp.uint32
+    )

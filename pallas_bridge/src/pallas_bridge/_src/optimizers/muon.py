@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from ..keywords import hinted
 from ..operation import Implementation
-from . import api, transformation, trees
+from . import api, formula, transformation, trees
 from .api import Schedule
 from .trees import Mask
 
@@ -29,12 +29,13 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 class MuonState(NamedTuple):
     """The state: momentum `mu` of matrices, and the state of AdamW for all other parameters.
 
-    `mu` and `adamw` have the parameters' tree with None for the others.
+    `mu` and `adamw` have the parameters' tree with None for the others; `norm` is as in `State`.
     """
 
     count: jax.Array
     mu: Any
     adamw: trees.State
+    norm: jax.Array | None
 
 
 def orthogonalized(
@@ -111,6 +112,8 @@ class _Muon:
     nesterov: bool
     matrices: Mask
     consistent_rms: ArrayLike | None
+    max_norm: ArrayLike | None
+    rounding_seed: ArrayLike | None
     others: Any
 
     def _masks(self, params: Any) -> list[bool]:
@@ -136,6 +139,7 @@ class _Muon:
             jnp.zeros((), jnp.int32),
             jax.tree.unflatten(structure, mu),
             self.others.init(_without(params, masks)),
+            None if self.max_norm is None else jnp.zeros((), jnp.float32),
         )
 
     def update(
@@ -161,8 +165,11 @@ class _Muon:
         masks, structure = self._masks(params), jax.tree.structure(params)
         chosen = [index for index, is_chosen in enumerate(masks) if is_chosen]
         old = trees.check_moments("mu", state.mu, _only(params, masks), quantizes=False)
-        rest, adamw = others(_without(grads, masks), state.adamw, _without(params, masks))
-        found = list(jax.tree.leaves(rest))
+        norm, clip = formula.clipping(gradients, self.max_norm)
+        if norm is not None:
+            gradients = [(one * clip).astype(one.dtype) for one in gradients]
+        others_grads = _without(jax.tree.unflatten(structure, gradients), masks)
+        rest, adamw = others(others_grads, state.adamw, _without(params, masks))
         decays = [True] * len(leaves)
         if self.weight_decay_mask is not None:
             decays = trees.broadcast("weight_decay_mask", self.weight_decay_mask, params)
@@ -188,6 +195,7 @@ class _Muon:
             jnp.asarray(one(state.count) if callable(one) else one, jnp.float32)
             for one in (self.learning_rate, self.weight_decay)
         )
+        seed = None if self.rounding_seed is None else formula.seed_of(self.rounding_seed)
         steps = {}
         for index, one in zip(chosen, orthogonal, strict=True):
             param = leaves[index]
@@ -195,10 +203,13 @@ class _Muon:
             if decays[index]:
                 step = step + decay * param.astype(jnp.float32)
             change = -rate * step
-            steps[index] = (
-                (param.astype(jnp.float32) + change).astype(param.dtype) if adds else change
-            )
-        others_left = iter(found)
+            if adds or self.rounding_seed is not None:
+                # AdamW's numbers come first.
+                number = len(leaves) + index
+                new = formula.added(param, change, number, count.astype(jnp.uint32), seed)
+                change = new if adds else new.astype(jnp.float32) - param.astype(jnp.float32)
+            steps[index] = change
+        others_left = iter(jax.tree.leaves(rest))
         results = [
             steps[index] if masks[index] else next(others_left) for index in range(len(leaves))
         ]
@@ -206,7 +217,7 @@ class _Muon:
         mu_tree = jax.tree.unflatten(
             structure, [next(new_mu) if is_chosen else None for is_chosen in masks]
         )
-        return jax.tree.unflatten(structure, results), MuonState(count, mu_tree, adamw)
+        return jax.tree.unflatten(structure, results), MuonState(count, mu_tree, adamw, norm)
 
     def _scale(self, shape: tuple[int, ...]) -> ArrayLike:
         rows, columns = shape[-2:]
@@ -244,6 +255,7 @@ def muon(
     adam_learning_rate: Schedule | None = None,
     matrices: Mask | None = None,
     consistent_rms: ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
@@ -255,24 +267,33 @@ def muon(
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.
-      ns_coeffs, ns_steps: coefficients of the quintic, and steps.
+      ns_coeffs: coefficients of the quintic.
+      ns_steps: steps of the iteration.
       beta: decay of the momentum.
       eps: added to the norm that matrices are divided by, and AdamW's.
-      weight_decay, weight_decay_mask: of matrices, as for `adamw`.
+      weight_decay: of matrices, as for `adamw`.
+      weight_decay_mask: of matrices, as for `adamw`.
       nesterov: whether the momentum, and AdamW's moment, are Nesterov's.
-      adam_b1, adam_b2, adam_eps_root, adam_weight_decay: of the other parameters.
+      adam_b1: of the other parameters.
+      adam_b2: of the other parameters.
+      adam_eps_root: of the other parameters.
+      adam_weight_decay: of the other parameters.
       adam_learning_rate: of these; None is `learning_rate`.
       matrices: which parameters are matrices, or batches of matrices by their last two axes; of the
         forms of the mask of `adamw`. None: those of two axes.
       consistent_rms: updates are scaled by sqrt(max(R, C)) times this; None scales by
         sqrt(max(1, C / R)).
-      rounding_seed, implementation: of the other parameters, as for `adamw`.
+      max_norm: as for `adamw`.
+      rounding_seed: as for `adamw`.
+      implementation: of the other parameters, as for `adamw`.
 
     Returns:
       An `optax.GradientTransformation` with `update_and_apply`, as `adamw`.
 
     Raises:
-      ImportError, OverflowError, TypeError: as for `adamw`.
+      ImportError: as for `adamw`.
+      OverflowError: as for `adamw`.
+      TypeError: as for `adamw`.
       ValueError: as for `adamw`, or a matrix of fewer than two axes, or none of three coefficients.
     """
     if len(ns_coeffs) != 3:
@@ -299,6 +320,8 @@ def muon(
         nesterov,
         _has_two_axes if matrices is None else matrices,
         consistent_rms,
+        max_norm,
+        rounding_seed,
         others,
     )
     return transformation.make(one.init, one.update, one.update_and_apply)
