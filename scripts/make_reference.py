@@ -195,6 +195,7 @@ DECLARED = ROOT / "pallas_bridge" / "src" / "pallas_bridge" / "_src" / "targets.
 # The first words of targets, by which this page groups them.
 OPERATIONS = (
     *(folder.parent.name for folder in DECLARED.parent.glob("*/__init__.py")),
+    "adamw",
     "decode_step",
     "layer_norm",
     "qk_norm_rope",

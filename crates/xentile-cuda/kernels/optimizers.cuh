@@ -167,9 +167,14 @@ __device__ inline uint32_t rounded(float x, uint32_t random) {
   return isnan(x) ? 0x7fc0u : high;
 }
 
-// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4).
+// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all of
+// the warp's are within the array: without branches all loads begin before the first is waited for.
+template <bool kWhole>
 struct Place {
   int64_t first, second, size;
+
+  __device__ int64_t begin(int half) const { return half == 0 ? first : second; }
+  __device__ bool has(int64_t begin, int count) const { return kWhole || begin + count <= size; }
 };
 
 template <class E>
@@ -185,19 +190,19 @@ __device__ inline void load4(const E* from, float (&x)[8], int at) {
 }
 
 // The lane's entries, 0 beyond the end. `kInRow` says that they are 8 in a row.
-template <bool kInRow, class E>
-__device__ inline void load(const void* array, const Place& place, float (&x)[8]) {
+template <bool kInRow, class E, bool kWhole>
+__device__ inline void load(const void* array, const Place<kWhole>& place, float (&x)[8]) {
   const E* from = static_cast<const E*>(array);
   if constexpr (kInRow && sizeof(E) == 2) {
-    if (place.first + 8 <= place.size) {
+    if (place.has(place.first, 8)) {
       unpack<E>(*reinterpret_cast<const uint4*>(from + place.first), x);
       return;
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t begin = half == 0 ? place.first : place.second;
-    if (begin + 4 <= place.size) {
+    const int64_t begin = place.begin(half);
+    if (place.has(begin, 4)) {
       load4<E>(from + begin, x, 4 * half);
     } else {
 #pragma unroll
@@ -207,12 +212,13 @@ __device__ inline void load(const void* array, const Place& place, float (&x)[8]
   }
 }
 
-__device__ inline void store_floats(void* array, const Place& place, const float (&x)[8]) {
+template <bool kWhole>
+__device__ inline void store_floats(void* array, const Place<kWhole>& place, const float (&x)[8]) {
   float* to = static_cast<float*>(array);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t begin = half == 0 ? place.first : place.second;
-    if (begin + 4 <= place.size) {
+    const int64_t begin = place.begin(half);
+    if (place.has(begin, 4)) {
       *reinterpret_cast<float4*>(to + begin) =
           make_float4(x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]);
     } else {
@@ -224,9 +230,11 @@ __device__ inline void store_floats(void* array, const Place& place, const float
 }
 
 // 8 bf16 in a row, from their bits.
-__device__ inline void store_halves(void* array, const Place& place, const uint32_t (&bits)[8]) {
+template <bool kWhole>
+__device__ inline void store_halves(void* array, const Place<kWhole>& place,
+                                    const uint32_t (&bits)[8]) {
   uint16_t* to = static_cast<uint16_t*>(array) + place.first;
-  if (place.first + 8 <= place.size) {
+  if (place.has(place.first, 8)) {
     *reinterpret_cast<uint4*>(to) =
         make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
                    bits[6] | bits[7] << 16);
@@ -245,11 +253,12 @@ struct Moment {
   uint32_t block_log2;
   const Table& table;
 
-  __device__ void load(const Place& place, float (&x)[8]) const {
+  template <bool kWhole>
+  __device__ void load(const Place<kWhole>& place, float (&x)[8]) const {
     uint32_t words[2] = {0, 0};
     float by[2] = {0, 0};
     if constexpr (kInRow) {
-      if (place.first < place.size) {
+      if (place.has(place.first, 1)) {
         const uint2 vector = *reinterpret_cast<const uint2*>(codes + place.first);
         words[0] = vector.x, words[1] = vector.y;
         by[0] = by[1] = scales[place.first >> block_log2];
@@ -257,8 +266,8 @@ struct Moment {
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t begin = half == 0 ? place.first : place.second;
-        if (begin < place.size) {
+        const int64_t begin = place.begin(half);
+        if (place.has(begin, 1)) {
           words[half] = *reinterpret_cast<const uint32_t*>(codes + begin);
           by[half] = scales[begin >> block_log2];
         }
@@ -269,15 +278,16 @@ struct Moment {
       x[k] = table.values[(kSigned ? 0 : 256) + (words[k / 4] >> (k % 4 * 8) & 255)] * by[k / 4];
   }
 
-  __device__ void store(const Place& place, const float (&x)[8]) const {
+  template <bool kWhole>
+  __device__ void store(const Place<kWhole>& place, const float (&x)[8]) const {
     const uint32_t lane = threadIdx.x % 32;
     // Bits of |x| are in the order of |x|, and NaN's are the largest.
     uint32_t most[2] = {0, 0};
 #pragma unroll
     for (int k = 0; k < 8; ++k)
       most[k / 4] = max(most[k / 4], __float_as_uint(x[k]) & 0x7fffffffu);
-    if (place.first >= place.size) most[0] = 0;
-    if (place.second >= place.size) most[1] = 0;
+    if (!place.has(place.first, 1)) most[0] = 0;
+    if (!place.has(place.second, 1)) most[1] = 0;
     if constexpr (kInRow) {
       // Lanes of a block: 32, 16 or 8.
       const uint32_t lanes = 1u << (block_log2 - 3);
@@ -303,7 +313,7 @@ struct Moment {
     }
     const int64_t last = (int64_t{1} << block_log2) - 1;
     if constexpr (kInRow) {
-      if (place.first < place.size) {
+      if (place.has(place.first, 1)) {
         *reinterpret_cast<uint2*>(codes + place.first) = make_uint2(words[0], words[1]);
         if ((place.first & last) == 0)
           scales[place.first >> block_log2] = __uint_as_float(most[0]);
@@ -311,8 +321,8 @@ struct Moment {
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t begin = half == 0 ? place.first : place.second;
-        if (begin < place.size) {
+        const int64_t begin = place.begin(half);
+        if (place.has(begin, 1)) {
           *reinterpret_cast<uint32_t*>(codes + begin) = words[half];
           if ((begin & last) == 0) scales[begin >> block_log2] = __uint_as_float(most[half]);
         }
@@ -325,6 +335,60 @@ __device__ inline float root(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// A step of a lane's entries.
+template <class P, class G, bool kQuantized, bool kWhole>
+__device__ inline void step(const OptimizerArray& array, const OptimizerScalars& s, uint32_t leaf,
+                            const Table& table, const Place<kWhole>& place) {
+  constexpr bool kInRow = sizeof(P) == 2;
+  const float decay = leaf % 2 != 0 ? s.weight_decay : 0.0f;
+  const Moment<kInRow, true> mu{static_cast<uint8_t*>(array.mu), array.mu_scales,
+                                array.block_log2, table};
+  const Moment<kInRow, false> nu{static_cast<uint8_t*>(array.nu), array.nu_scales,
+                                 array.block_log2, table};
+  float g[8], p[8], m[8], v[8];
+  load<kInRow, G>(array.grads, place, g);
+  load<kInRow, P>(array.params, place, p);
+  if constexpr (kQuantized) {
+    mu.load(place, m);
+    nu.load(place, v);
+  } else {
+    load<kInRow, float>(array.mu, place, m);
+    load<kInRow, float>(array.nu, place, v);
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    g[k] *= s.clip;
+    m[k] = s.rest1 * g[k] + s.b1 * m[k];
+    v[k] = s.rest2 * (g[k] * g[k]) + s.b2 * v[k];
+    const float below = root(v[k] * s.nu_scale + s.eps_root) + s.eps;
+    const float step = __fdividef(s.mu_scale * m[k] + s.grad_scale * g[k], below);
+    p[k] -= s.learning_rate * (step + decay * p[k]);
+  }
+  if constexpr (kQuantized) {
+    mu.store(place, m);
+    nu.store(place, v);
+  } else {
+    store_floats(array.mu, place, m);
+    store_floats(array.nu, place, v);
+  }
+  if constexpr (std::is_same_v<P, float>) {
+    store_floats(array.params, place, p);
+  } else {
+    uint32_t bits[8];
+    if (s.rounds != 0) {
+      const uint4 drawn = philox(static_cast<uint32_t>(place.first / 8), leaf / 2, s.step, s.seed);
+      const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        bits[k] = rounded(p[k], k % 2 == 0 ? words[k / 2] & 0xffffu : words[k / 2] >> 16);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) bits[k] = __bfloat16_as_ushort(__float2bfloat16_rn(p[k]));
+    }
+    store_halves(array.params, place, bits);
+  }
 }
 
 template <class P, class G, bool kQuantized>
@@ -351,58 +415,16 @@ __device__ inline void adamw(const OptimizerArguments& a) {
   const OptimizerArray& array = a.array[low];
   const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
   const uint32_t leaf = static_cast<uint32_t>(a.leaves[low]);
-  const float decay = leaf % 2 != 0 ? s.weight_decay : 0.0f;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
   const int64_t size = array.size, end = min(tile + int64_t{kOptimizerTile}, size);
-  const Moment<kInRow, true> mu{static_cast<uint8_t*>(array.mu), array.mu_scales,
-                                array.block_log2, table};
-  const Moment<kInRow, false> nu{static_cast<uint8_t*>(array.nu), array.nu_scales,
-                                 array.block_log2, table};
   for (int64_t begin = tile + warp * 256; begin < end; begin += kOptimizerThreads * 8) {
     const int64_t first = begin + (kInRow ? 8 : 4) * lane;
-    const Place place{first, first + (kInRow ? 4 : 128), size};
-    float g[8], p[8], m[8], v[8];
-    load<kInRow, G>(array.grads, place, g);
-    load<kInRow, P>(array.params, place, p);
-    if constexpr (kQuantized) {
-      mu.load(place, m);
-      nu.load(place, v);
+    const int64_t second = first + (kInRow ? 4 : 128);
+    if (begin + 256 <= size) {
+      step<P, G, kQuantized>(array, s, leaf, table, Place<true>{first, second, size});
     } else {
-      load<kInRow, float>(array.mu, place, m);
-      load<kInRow, float>(array.nu, place, v);
-    }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      g[k] *= s.clip;
-      m[k] = s.rest1 * g[k] + s.b1 * m[k];
-      v[k] = s.rest2 * (g[k] * g[k]) + s.b2 * v[k];
-      const float below = root(v[k] * s.nu_scale + s.eps_root) + s.eps;
-      const float step = __fdividef(s.mu_scale * m[k] + s.grad_scale * g[k], below);
-      p[k] -= s.learning_rate * (step + decay * p[k]);
-    }
-    if constexpr (kQuantized) {
-      mu.store(place, m);
-      nu.store(place, v);
-    } else {
-      store_floats(array.mu, place, m);
-      store_floats(array.nu, place, v);
-    }
-    if constexpr (std::is_same_v<P, float>) {
-      store_floats(array.params, place, p);
-    } else {
-      uint32_t bits[8];
-      if (s.rounds != 0) {
-        const uint4 drawn = philox(static_cast<uint32_t>(first / 8), leaf / 2, s.step, s.seed);
-        const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-#pragma unroll
-        for (int k = 0; k < 8; ++k)
-          bits[k] = rounded(p[k], k % 2 == 0 ? words[k / 2] & 0xffffu : words[k / 2] >> 16);
-      } else {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) bits[k] = __bfloat16_as_ushort(__float2bfloat16_rn(p[k]));
-      }
-      store_halves(array.params, place, bits);
+      step<P, G, kQuantized>(array, s, leaf, table, Place<false>{first, second, size});
     }
   }
 }

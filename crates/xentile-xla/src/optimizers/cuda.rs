@@ -29,36 +29,35 @@ struct Arrays<'a, const OPERANDS: usize> {
     results: Vec<AnyMut<'a>>,
 }
 
-/// The names of a parameter's operands.
-const fn names<const OPERANDS: usize>() -> [&'static str; OPERANDS] {
-    let all: &[&str] = if OPERANDS == 4 {
-        &["grads", "params", "mu", "nu"]
+/// The names of a parameter's operands, and of its results.
+const fn names(operands: usize) -> (&'static [&'static str], &'static [&'static str]) {
+    if operands == 4 {
+        (&["grads", "params", "mu", "nu"], &["new_params", "new_mu", "new_nu"])
     } else {
-        &["grads", "params", "mu", "mu_scales", "nu", "nu_scales"]
-    };
-    let mut found = [""; OPERANDS];
-    let mut index = 0;
-    while index < OPERANDS {
-        found[index] = all[index];
-        index += 1;
+        (
+            &["grads", "params", "mu", "mu_scales", "nu", "nu_scales"],
+            &["new_params", "new_mu", "new_mu_scales", "new_nu", "new_nu_scales"],
+        )
     }
-    found
 }
 
 impl<'a, const OPERANDS: usize> Parameter<'a> for Arrays<'a, OPERANDS> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let names = names::<OPERANDS>();
+        let (names, result_names) = names(OPERANDS);
         let mut operands = Vec::new();
-        while let Some(first) = decoder.parameter::<Option<Any>>(names[0])? {
-            let mut arrays = [first; OPERANDS];
+        // A call has one parameter at least.
+        let mut next = Some(decoder.parameter::<Any>(names[0])?);
+        while let Some(grads) = next {
+            let mut arrays = [grads; OPERANDS];
             for (array, name) in arrays.iter_mut().zip(names).skip(1) {
                 *array = decoder.parameter(name)?;
             }
             operands.push(arrays);
+            next = decoder.parameter(names[0])?;
         }
         let mut results = Vec::new();
         for _ in &operands {
-            for name in &names[1..] {
+            for name in result_names {
                 results.push(decoder.parameter(name)?);
             }
         }
@@ -151,9 +150,8 @@ fn step<const OPERANDS: usize>(
             )));
         }
     }
-    let Some(first) = arrays.operands.first() else {
-        return Ok(());
-    };
+    // `decode` found one.
+    let first = arrays.operands[0];
     let kernel = AdamW {
         params: to_dtype("params", first[1])?,
         grads: to_dtype("grads", first[0])?,
@@ -165,10 +163,10 @@ fn step<const OPERANDS: usize>(
         let [grads, params] = [operands[0], operands[1]];
         check("params", params, first[1].dtype(), params.dims())?;
         check("grads", grads, first[0].dtype(), params.dims())?;
-        for ((name, operand), result) in
-            names::<OPERANDS>().into_iter().zip(operands).skip(1).zip(&mut results)
-        {
-            check_in_place(name, *operand, result)?;
+        let (names, result_names) = names(OPERANDS);
+        let pairs = names.iter().zip(operands).skip(1);
+        for ((pair, result_name), result) in pairs.zip(result_names).zip(&mut results) {
+            check_in_place((pair.0, *pair.1), (result_name, result))?;
         }
         let (size, state) = (params.elements(), state(operands)?);
         let (grads, params) = (grads.as_ptr().cast_const(), params.as_ptr());
@@ -186,20 +184,21 @@ fn step<const OPERANDS: usize>(
     )
 }
 
-/// Checks that a result is the operand that it overwrites.
-fn check_in_place(name: &str, operand: Any, result: &AnyMut) -> Result {
+/// Checks that a result, with its name, is the operand that it overwrites.
+fn check_in_place((name, operand): (&str, Any), (result_name, result): (&str, &AnyMut)) -> Result {
     if result.dtype() != operand.dtype() {
-        return Err(dtype::wrong(
-            &format!("new_{name}"),
-            result.dtype(),
-            &operand.dtype().to_string(),
-        ));
+        return Err(dtype::wrong(result_name, result.dtype(), &operand.dtype().to_string()));
     }
-    if result.dims() != operand.dims() || result.as_ptr() != operand.as_ptr() {
+    if result.dims() != operand.dims() {
         return Err(Error::invalid_argument(format!(
-            "`new_{name}` has shape {:?}; it must have that of `{name}`, {:?}, and lie in its place",
+            "`{result_name}` has shape {:?}; it must be {:?}, that of `{name}`",
             result.dims(),
             operand.dims()
+        )));
+    }
+    if result.as_ptr() != operand.as_ptr() {
+        return Err(Error::invalid_argument(format!(
+            "`{result_name}` is apart from `{name}`; it must lie in its place"
         )));
     }
     Ok(())
