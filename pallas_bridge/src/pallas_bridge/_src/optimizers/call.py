@@ -126,7 +126,7 @@ def _bind(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any)
     """Returns parameters and moments by a call that has a kernel."""
     operands, structure = jax.tree.flatten((scalars, arrays))
     results = STEP.bind(*operands, leaves=leaves, rounds=rounds, structure=structure)
-    _, after = jax.tree.structure((scalars, [(param, new) for _, param, new in arrays])).children()
+    after: Any = jax.tree.structure([(param, new) for _, param, new in arrays])
     found: list[Result] = jax.tree.unflatten(after, results)
     return found
 
@@ -162,7 +162,8 @@ def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: An
     # Twice the number of a parameter, and whether it decays.
     named = np.array([2 * leaf.number + leaf.decays for leaf in leaves], np.int32)
     operands: list[Array] = [_words(scalars, rounds), jnp.asarray(named)]
-    results, aliases = [], {}
+    results: list[Any] = []
+    aliases: dict[int, int] = {}
     for grad, param, moments in arrays:
         operands.append(grad)
         for one in [param, *jax.tree.leaves(moments)]:

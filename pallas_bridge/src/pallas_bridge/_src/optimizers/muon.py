@@ -32,7 +32,7 @@ class MuonState(NamedTuple):
     `mu` and `adamw` have the parameters' tree with None for the others; `norm` is as in `State`.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     mu: Any
     adamw: trees.State
     norm: jax.Array | None
@@ -178,7 +178,8 @@ class _Muon:
         beta, rest_beta = jnp.float32(self.beta), jnp.asarray(1 - self.beta, jnp.float32)
 
         def correction(steps: Any) -> jax.Array:
-            return 1 / (1 - beta**steps)
+            found: jax.Array = 1 / (1 - beta**steps)
+            return found
 
         momenta, directions = [], []
         for index, mu in zip(chosen, old, strict=True):

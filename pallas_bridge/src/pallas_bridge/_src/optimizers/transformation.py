@@ -44,4 +44,4 @@ def make(
     """Returns the optimizer of three functions."""
     optimizer: Any = _class()(init, update)
     optimizer.update_and_apply = update_and_apply
-    return optimizer  # type: ignore[no-any-return]
+    return optimizer

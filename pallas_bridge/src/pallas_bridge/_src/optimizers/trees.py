@@ -26,7 +26,7 @@ class State(NamedTuple):
     and `norm`, the global norm of the last gradients before clipping, where `max_norm` is None.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     mu: Any
     nu: Any
     norm: jax.Array | None
@@ -58,6 +58,7 @@ def flatten_like(name: str, tree: Any, params: Any) -> list[Any]:
     Raises:
         ValueError: another structure; the message has the first path that is in one of both.
     """
+    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
     if structure == jax.tree.structure(params):
         return leaves
