@@ -201,11 +201,13 @@ OPERATIONS = (
     "qk_norm_rope",
     "rms_norm",
     "scale",
+    "sum_squares",
 )
 # What stands for lists of dtypes.
 DTYPES = {
     "float": ["f32", "bf16", "f16"],
     "half": ["bf16", "f16"],
+    "f32/bf16": ["f32", "bf16"],
     "fp8": ["f8e4m3fn", "f8e5m2"],
     "integer": ["s32", "s64"],
 }

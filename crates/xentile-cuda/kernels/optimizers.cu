@@ -17,3 +17,12 @@ ADAMW_OF(f32_f32, float, float)
 ADAMW_OF(f32_bf16, float, __nv_bfloat16)
 ADAMW_OF(bf16_f32, __nv_bfloat16, float)
 ADAMW_OF(bf16_bf16, __nv_bfloat16, __nv_bfloat16)
+
+#define SUM_SQUARES(name, E)                                                     \
+  extern "C" __global__ void __launch_bounds__(kOptimizerThreads)                \
+      sum_squares_##name(const __grid_constant__ SumSquaresArguments a) {        \
+    optimizers::sum_squares<E>(a);                                               \
+  }
+
+SUM_SQUARES(f32, float)
+SUM_SQUARES(bf16, __nv_bfloat16)

@@ -43,6 +43,20 @@ struct OptimizerArguments {
   OptimizerArray array[256];
 };
 
+// Mirrored by `Summand` and `SumArguments` in src/optimizers.rs.
+struct SumSquaresArray {
+  const void* x;
+  int64_t size;
+  uint32_t first_tile;
+  uint32_t unused;
+};
+struct SumSquaresArguments {
+  float* partials;  // of each tile of these arrays
+  uint32_t arrays;
+  uint32_t unused;
+  SumSquaresArray array[256];
+};
+
 // The order of `scalars`, which are f32 but for the last three.
 struct OptimizerScalars {
   float learning_rate, b1, rest1, b2, rest2, eps, eps_root, weight_decay;
@@ -391,6 +405,55 @@ __device__ inline void step(const OptimizerArray& array, const OptimizerScalars&
   }
 }
 
+// The last array whose first tile is not after this CTA's.
+template <class Arguments>
+__device__ inline uint32_t array_of_tile(const Arguments& a) {
+  uint32_t low = 0, high = a.arrays;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (a.array[middle].first_tile <= blockIdx.x) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The sum of squares of each tile.
+template <class E>
+__device__ inline void sum_squares(const SumSquaresArguments& a) {
+  constexpr int per = kPerVector<E>;
+  const SumSquaresArray& array = a.array[array_of_tile(a)];
+  const E* x = static_cast<const E*>(array.x);
+  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
+  float sum = 0;
+  if (tile + kOptimizerTile <= array.size) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kOptimizerTile / kOptimizerThreads) / per; ++i) {
+      const int64_t at = tile + (i * kOptimizerThreads + threadIdx.x) * per;
+      float values[per];
+      unpack<E>(*reinterpret_cast<const uint4*>(x + at), values);
+#pragma unroll
+      for (int k = 0; k < per; ++k) sum += values[k] * values[k];
+    }
+  } else {
+    for (int64_t i = tile + threadIdx.x; i < array.size; i += kOptimizerThreads) {
+      const float value = to_float(x[i]);
+      sum += value * value;
+    }
+  }
+  __shared__ float of_warps[kOptimizerThreads / 32];
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0;
+    for (float one : of_warps) total += one;
+    a.partials[blockIdx.x] = total;
+  }
+}
+
 template <class P, class G, bool kQuantized>
 __device__ inline void adamw(const OptimizerArguments& a) {
   constexpr bool kInRow = sizeof(P) == 2;
@@ -402,19 +465,10 @@ __device__ inline void adamw(const OptimizerArguments& a) {
     for (uint32_t i = threadIdx.x; i < words; i += kOptimizerThreads) to[i] = from[i];
     __syncthreads();
   }
-  // The last array whose first tile is not after this CTA's.
-  uint32_t low = 0, high = a.arrays;
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    if (a.array[middle].first_tile <= blockIdx.x) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const OptimizerArray& array = a.array[low];
+  const uint32_t index = array_of_tile(a);
+  const OptimizerArray& array = a.array[index];
   const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
-  const uint32_t leaf = static_cast<uint32_t>(a.leaves[low]);
+  const uint32_t leaf = static_cast<uint32_t>(a.leaves[index]);
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
   const int64_t size = array.size, end = min(tile + int64_t{kOptimizerTile}, size);

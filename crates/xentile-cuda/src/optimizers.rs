@@ -34,6 +34,26 @@ mirror! {
     }
 }
 
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct Summand = SumSquaresArray {
+        x: *const c_void,
+        size: i64,
+        first_tile: u32,
+        unused: u32,
+    }
+}
+
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct SumArguments = SumSquaresArguments {
+        partials: *mut f32,
+        arrays: u32,
+        unused: u32,
+        array: [Summand; 256],
+    }
+}
+
 numbers! {
     ARRAYS: u32 = kOptimizerArrays, 256;
     THREADS: u32 = kOptimizerThreads, 256;
@@ -167,12 +187,95 @@ impl AdamW {
     }
 }
 
+/// The sums of squares of arrays of one dtype, a tile at a time, on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct SumSquares {
+    /// f32 or bf16.
+    pub dtype: DType,
+}
+
+impl SumSquares {
+    /// The sums that an array of `size` entries has.
+    #[must_use]
+    pub const fn partials(size: usize) -> usize {
+        size.div_ceil(TILE as usize)
+    }
+
+    /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, or no kernel for the dtype.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.kernel(stream) }.map(drop)
+    }
+
+    /// Has `stream` write the sums of arrays, each with its size, one array after the other.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
+    ///
+    /// # Safety
+    /// As for [`AdamW::run`], with [`partials`](Self::partials) sums for each array.
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        arrays: &[(*const c_void, usize)],
+        partials: *mut f32,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        let kernel = unsafe { self.kernel(stream) }?;
+        let mut written = 0;
+        for some in arrays.chunks(ARRAYS as usize) {
+            let none = Summand { x: std::ptr::null(), size: 0, first_tile: 0, unused: 0 };
+            let mut table = Box::new(SumArguments {
+                partials: partials.wrapping_add(written),
+                arrays: some.len() as u32,
+                unused: 0,
+                array: [none; 256],
+            });
+            let mut tiles = 0;
+            for (row, &(x, size)) in table.array.iter_mut().zip(some) {
+                check_alignment("x", x)?;
+                let first_tile = u32::try_from(tiles).unwrap_or(u32::MAX);
+                *row = Summand { x, size: size as i64, first_tile, unused: 0 };
+                tiles += Self::partials(size);
+            }
+            written += tiles;
+            let ctas = u32::try_from(tiles).ok().filter(|&ctas| ctas <= i32::MAX.cast_unsigned());
+            let ctas = ctas.ok_or_else(|| {
+                let largest = some.iter().map(|one| one.1).max();
+                too_many(some.len(), largest.unwrap_or(0))
+            })?;
+            if ctas == 0 {
+                continue;
+            }
+            let extent = Extent { ctas, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
+            // SAFETY: passed on from this function's contract.
+            unsafe { Driver::get()?.launch(kernel, extent, stream, &*table) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
+        let name = format!("sum_squares_{}", self.dtype);
+        // SAFETY: passed on from this function's contract.
+        unsafe { library::kept_kernel(&name, Device::current()?, stream) }
+    }
+}
+
 /// The arguments of a launch for 256 parameters at most, and its tiles.
 fn arguments(
     scalars: *const i32,
     leaves: *const i32,
     parameters: &[Parameter],
 ) -> Result<(Box<Arguments>, u32)> {
+    let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
     let mut table = Box::new(Arguments {
         scalars,
         leaves,
@@ -182,12 +285,12 @@ fn arguments(
     });
     let mut tiles = 0_u64;
     for (row, one) in table.array.iter_mut().zip(parameters) {
-        *row = array(one, u32::try_from(tiles).map_err(|_| too_many(parameters))?)?;
+        *row = array(one, u32::try_from(tiles).map_err(|_| too_many(parameters.len(), largest))?)?;
         tiles += one.size.div_ceil(TILE as usize) as u64;
     }
     // The grid's largest extent.
     let tiles = u32::try_from(tiles).ok().filter(|&tiles| tiles <= i32::MAX.cast_unsigned());
-    tiles.map(|tiles| (table, tiles)).ok_or_else(|| too_many(parameters))
+    tiles.map(|tiles| (table, tiles)).ok_or_else(|| too_many(parameters.len(), largest))
 }
 
 /// A row of the table.
@@ -226,10 +329,10 @@ fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
     })
 }
 
-fn too_many(parameters: &[Parameter]) -> Error {
+fn too_many(arrays: usize, largest: usize) -> Error {
     Error::Problem(xentile::Error::Shape {
-        tokens: parameters.len(),
-        vocab: parameters.iter().map(|one| one.size).max().unwrap_or(0),
+        tokens: arrays,
+        vocab: largest,
         requirement: "the tiles of all parameters must fit a grid",
     })
 }

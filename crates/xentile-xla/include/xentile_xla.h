@@ -409,6 +409,11 @@ struct XLA_FFI_Error* xentile_adamw_cuda(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_adamw_8bit_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_adamw_8bit_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_sum_squares: The sums of squares of each 8192 entries of x; x is repeated for each of
+ * many arrays. (x) -> (partials). */
+struct XLA_FFI_Error* xentile_sum_squares_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_sum_squares_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_rope: Rows of x, rotated by the rows of the tables that the indices name; NaN where
  * there is no such row. (x, indices, cos, sin) -> (y). */
 struct XLA_FFI_Error* xentile_rope_host(struct XLA_FFI_CallFrame* call_frame);

@@ -16,7 +16,7 @@ const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
 const SCALES: &str = "*batch B";
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT];
+pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, SUM_SQUARES];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "N", S32);
@@ -76,4 +76,14 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         in_place("nu_scales", "new_nu_scales"),
     ],
     ..ADAMW
+};
+
+pub(crate) const SUM_SQUARES: Declaration = Declaration {
+    name: c"xentile_sum_squares",
+    summary: "The sums of squares of each 8192 entries of x; x is repeated for each of many arrays.",
+    host: Stages::None,
+    operands: &[input("x", ARRAY, WIDE_OR_BF16)],
+    results: &[output("partials", "P", F32)],
+    maps_shared: false,
+    ..Declaration::BASE
 };

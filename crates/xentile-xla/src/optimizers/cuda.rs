@@ -1,9 +1,9 @@
 //! Steps of optimizers on NVIDIA GPUs.
 
-use xentile_cuda::optimizers::{AdamW, BLOCKS, Parameter as Step, SCALARS, State};
+use xentile_cuda::optimizers::{AdamW, BLOCKS, Parameter as Step, SCALARS, State, SumSquares};
 use xla_ffi::{Buffer, Context, DType, Decoder, Error, OnDevice, Parameter, Result};
 
-use crate::cuda::{Any, AnyMut};
+use crate::cuda::{Any, AnyMut, FloatsMut};
 use crate::dtype;
 use crate::norm::cuda::run;
 use crate::target::target_list;
@@ -21,6 +21,47 @@ target_list! {
         initialize xentile_adamw_8bit_cuda_initialize = adamw_8bit(
         scalars, leaves, arrays, context,
     );
+    super::SUM_SQUARES: fn xentile_sum_squares_cuda,
+        initialize xentile_sum_squares_cuda_initialize = sum_squares(
+        x, partials, context,
+    );
+}
+
+/// All arguments of a call, one at least.
+struct Arguments<'a>(Vec<Any<'a>>);
+
+impl<'a> Parameter<'a> for Arguments<'a> {
+    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+        let mut found = vec![decoder.parameter(name)?];
+        while let Some(one) = decoder.parameter(name)? {
+            found.push(one);
+        }
+        Ok(Self(found))
+    }
+}
+
+fn sum_squares(x: Arguments, partials: FloatsMut, context: Context) -> Result {
+    let dtype = x.0[0].dtype();
+    let kernel = SumSquares { dtype: to_dtype("x", x.0[0])? };
+    let mut arrays = Vec::with_capacity(x.0.len());
+    for one in x.0 {
+        check("x", one, dtype, one.dims())?;
+        arrays.push((one.as_ptr().cast_const(), one.elements()));
+    }
+    let sums = arrays.iter().map(|one| SumSquares::partials(one.1)).sum::<usize>();
+    if partials.dims() != [sums] {
+        return Err(Error::invalid_argument(format!(
+            "`partials` has shape {:?}; it must be [{sums}]",
+            partials.dims()
+        )));
+    }
+    run(
+        context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { kernel.load(stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe { kernel.run(stream, &arrays, partials.as_ptr().cast()) },
+    )
 }
 
 /// The arrays of every parameter, `OPERANDS` arguments and `OPERANDS - 1` results of each, all in place.

@@ -116,7 +116,7 @@ class Options:
             for number, (path, is_decayed) in enumerate(zip(paths, decays, strict=True))
         ]
         count = jnp.minimum(state.count, trees.LAST_STEP - 2) + 1
-        norm, clip = formula.clipping(gradients, self.max_norm)
+        norm, clip = call.norm_and_clip(gradients, self.max_norm, self.implementation)
         return _Step(
             jax.tree.structure(params),
             self._scalars(state.count, count, clip),

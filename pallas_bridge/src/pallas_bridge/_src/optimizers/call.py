@@ -33,6 +33,9 @@ TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
 # Words of scalars.
 WORDS = 16
+SUM_TARGET = "xentile_sum_squares"
+# Entries that have a sum of squares of their own.
+TILE = 8192
 
 
 def check_implementation(name: str, implementation: Implementation | None) -> None:
@@ -75,6 +78,41 @@ def run(
         for index, result in zip(indices, results, strict=True):
             found[index] = result
     return found
+
+
+def norm_and_clip(
+    grads: list[Array], max_norm: Any, implementation: Implementation | None
+) -> tuple[Array | None, Array]:
+    """Returns the global norm of gradients, and what they are multiplied by for `max_norm`.
+
+    Without `max_norm` these are None and 1, and for infinity the norm and 1.
+    """
+    if max_norm is None:
+        return None, jnp.float32(1)
+    norm = jnp.sqrt(sum_squares(grads, implementation))
+    return norm, formula.clipping(norm, max_norm)
+
+
+def sum_squares(arrays: list[Array], implementation: Implementation | None) -> Array:
+    """Returns the sum of squares of all entries, float32; by one kernel for arrays of a dtype."""
+    uses_kernel = implementation != "reference" and _is_usable(implementation)
+    groups: dict[Any, list[Array]] = defaultdict(list)
+    for one in arrays:
+        has_kernel = uses_kernel and one.dtype in KERNEL_DTYPES and one.size > 0
+        groups[one.dtype if has_kernel else None].append(one)
+    rest = _dense_squares(*groups.pop(None, []))
+    return sum((SUM.bind(*members)[0] for members in groups.values()), rest)
+
+
+def _dense_squares(*arrays: Array) -> Array:
+    squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in arrays]
+    return sum(squares, jnp.float32(0))
+
+
+def _kernel_squares(*arrays: Array) -> Array:
+    count = sum(-(-one.size // TILE) for one in arrays)
+    shape = jax.ShapeDtypeStruct((count,), jnp.float32)
+    return jnp.sum(jax.ffi.ffi_call(SUM_TARGET, shape)(*arrays))
 
 
 def _is_usable(implementation: Implementation | None) -> bool:
@@ -155,6 +193,21 @@ STEP.multiple_results = True
 STEP.def_impl(partial(xla_interpreter.apply_primitive, STEP))
 STEP.def_abstract_eval(lambda *avals, structure, **_: _outputs(avals, structure))
 mlir.register_lowering(STEP, _lower)
+
+
+def _lower_squares(ctx: Any, *operands: Any) -> Any:
+    platforms = tuple(ctx.module_context.platforms)
+    function = _kernel_squares if platforms == ("cuda",) else _dense_squares
+    return mlir.lower_fun(lambda *arrays: [function(*arrays)], multiple_results=True)(
+        ctx, *operands
+    )
+
+
+SUM = Primitive("xentile_sum_squares")
+SUM.multiple_results = True
+SUM.def_impl(partial(xla_interpreter.apply_primitive, SUM))
+SUM.def_abstract_eval(lambda *_: [jax.core.ShapedArray((), jnp.dtype(jnp.float32))])
+mlir.register_lowering(SUM, _lower_squares)
 
 
 def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:

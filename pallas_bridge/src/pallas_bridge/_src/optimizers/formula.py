@@ -83,20 +83,11 @@ def added(
     return wide.astype(param.dtype)
 
 
-def clipping(
-    grads: list[jax.Array], max_norm: ArrayLike | None
-) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the global norm of gradients, and what scales it to `max_norm` if it is larger.
-
-    Without `max_norm` they are None and 1, and for infinity the norm and 1.
-    """
-    if max_norm is None:
-        return None, jnp.float32(1)
-    squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in grads]
-    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
+def clipping(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
+    """Returns what scales gradients to a global norm of `max_norm` if theirs is larger."""
     most = jnp.asarray(max_norm, jnp.float32)
     is_within = (norm < most) | jnp.isinf(most)
-    return norm, jnp.where(is_within, jnp.float32(1), most / norm)
+    return jnp.where(is_within, jnp.float32(1), most / norm)
 
 
 def seed_of(seed: ArrayLike) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from ..keywords import hinted
 from ..operation import Implementation
-from . import api, formula, transformation, trees
+from . import api, call, formula, transformation, trees
 from .api import Schedule
 from .trees import Mask
 
@@ -114,6 +114,7 @@ class _Muon:
     consistent_rms: ArrayLike | None
     max_norm: ArrayLike | None
     rounding_seed: ArrayLike | None
+    implementation: Implementation | None
     others: Any
 
     def _masks(self, params: Any) -> list[bool]:
@@ -165,7 +166,7 @@ class _Muon:
         masks, structure = self._masks(params), jax.tree.structure(params)
         chosen = [index for index, is_chosen in enumerate(masks) if is_chosen]
         old = trees.check_moments("mu", state.mu, _only(params, masks), quantizes=False)
-        norm, clip = formula.clipping(gradients, self.max_norm)
+        norm, clip = call.norm_and_clip(gradients, self.max_norm, self.implementation)
         if norm is not None:
             gradients = [(one * clip).astype(one.dtype) for one in gradients]
         others_grads = _without(jax.tree.unflatten(structure, gradients), masks)
@@ -323,6 +324,7 @@ def muon(
         consistent_rms,
         max_norm,
         rounding_seed,
+        implementation,
         others,
     )
     return transformation.make(one.init, one.update, one.update_and_apply)
