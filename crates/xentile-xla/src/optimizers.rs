@@ -83,7 +83,7 @@ pub(crate) const SUM_SQUARES: Declaration = Declaration {
     summary: "The sums of squares of each 8192 entries of x; x is repeated for each of many arrays.",
     host: Stages::None,
     operands: &[input("x", ARRAY, WIDE_OR_BF16)],
-    results: &[output("partials", "P", F32)],
+    results: &[output("partials", "B", F32)],
     maps_shared: false,
     ..Declaration::BASE
 };
