@@ -10,12 +10,14 @@ LayerKernel = Literal["baseline", "ours"]
 Dtype = Literal["bfloat16", "float32"]
 Optimizer = Literal["adamw", "adamw8bit", "muon"]
 Remat = Literal["none", "selective", "attention", "full"]
+LayerLoop = Literal["scan", "unrolled"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 REMATS: tuple[Remat, ...] = get_args(Remat)
+LAYER_LOOPS: tuple[LayerLoop, ...] = get_args(LayerLoop)
 # In the place of a kernel: the fastest that there is.
 AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
@@ -116,6 +118,7 @@ class Options:
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     remat: str = "none"
+    layer_loop: str = "scan"
     mesh: str = ""
     seed: int = 0
     permute_batch: bool = False
@@ -181,6 +184,7 @@ def resolve(options: Options) -> Config:
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
         ("remat", options.remat, REMATS),
+        ("layer_loop", options.layer_loop, LAYER_LOOPS),
     ):
         if chosen not in known:
             raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")
