@@ -195,16 +195,19 @@ DECLARED = ROOT / "pallas_bridge" / "src" / "pallas_bridge" / "_src" / "targets.
 # The first words of targets, by which this page groups them.
 OPERATIONS = (
     *(folder.parent.name for folder in DECLARED.parent.glob("*/__init__.py")),
+    "adamw",
     "decode_step",
     "layer_norm",
     "qk_norm_rope",
     "rms_norm",
     "scale",
+    "sum_squares",
 )
 # What stands for lists of dtypes.
 DTYPES = {
     "float": ["f32", "bf16", "f16"],
     "half": ["bf16", "f16"],
+    "f32/bf16": ["f32", "bf16"],
     "fp8": ["f8e4m3fn", "f8e5m2"],
     "integer": ["s32", "s64"],
 }

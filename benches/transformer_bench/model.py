@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import train.model
 from train.config import Config, Model, Options
-from train.step import Program, make_program
+from train.step import Program, is_matrix, make_program
 
 import pallas_bridge
 
@@ -20,7 +21,13 @@ Cell = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Narrow(Program):
-    """A program whose parameters, gradients and optimizer state are bfloat16."""
+    """A program whose parameters, gradients and state of `optax.adamw` are bfloat16."""
+
+    def apply(self, gradients: Any, state: Any) -> tuple[Any, Array]:
+        """The state after a step of optax by gradients, and their norm."""
+        updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer}, optax.tree.norm(gradients)
 
     def _initial(self) -> Any:
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), super()._initial()["params"])
@@ -52,7 +59,11 @@ def program_of(cell: Cell) -> Program:
     )
     program = make_program(Config(model, cell["batch"], cell["length"], {}, options))
     if cell["policy"] == "bfloat16":
-        return Narrow(program.config, program.graph, program.optimizer, program.mesh)
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(options.learning_rate, b2=0.95, weight_decay=0.1, mask=is_matrix),
+        )
+        return Narrow(program.config, program.graph, optimizer, program.mesh)
     return program
 
 

@@ -64,6 +64,30 @@ def test_loss_falls(train: Runner) -> None:
     assert losses[40] < losses[1] - 0.8
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "muon"])
+def test_optimizers_train_as_well(train: Runner, optimizer: str, param_dtype: str) -> None:
+    of: Any = {"num_train_steps": 20, "learning_rate": 3e-3, "model_size": "test"}
+    right = list(train(**of).losses.values())
+    losses = list(train(optimizer=optimizer, param_dtype=param_dtype, **of).losses.values())
+    assert losses[-1] < losses[0] - 0.3
+    # Muon's steps have AdamW's size, and matrices this small gain little by them.
+    assert np.mean(losses[-5:]) < np.mean(right[-5:]) + (0.4 if optimizer == "muon" else 0.1)
+
+
+def test_eight_bits_on_a_mesh_and_resumed(train: Runner, tmp_path: Path) -> None:
+    of: Any = {"dtype": "float32", "optimizer": "adamw8bit", "model_size": "small"}
+    of |= {"context_length": 16, "batch_size": 2, "vocab_size": 520}
+    right = train(num_train_steps=2, checkpoint_dir=tmp_path, **of).losses
+    resumed = train(num_train_steps=4, resume=tmp_path, mesh="fsdp=2", **of).losses
+    assert list(resumed) == [3, 4]
+    through = train(num_train_steps=4, **of).losses
+    assert right[2] == through[2]
+    assert abs(resumed[4] - through[4]) < 5e-3
+    with pytest.raises(InputError, match="has optimizer adamw8bit and the run adamw: resume"):
+        train(num_train_steps=5, resume=tmp_path, **{**of, "optimizer": "adamw"})
+
+
 @pytest.mark.parametrize("kernel", list(KERNELS)[1:])
 def test_kernels_train_the_same(train: Runner, one_device: list[float], kernel: str) -> None:
     losses = train(num_train_steps=STEPS, dtype="float32", **KERNELS[kernel]).losses

@@ -15,6 +15,7 @@ from .config import (
     LAYER_LOOPS,
     LOSS_CHOICES,
     MESH_AXES,
+    OPTIMIZERS,
     PRESETS,
     REMATS,
     InputError,
@@ -45,6 +46,9 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--mlp_kernel", default=default.mlp_kernel, help=f"SwiGLU: {layer}")
     add("--attention_kernel", default=default.attention_kernel, help=f"attention: {layer}")
     add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
+    params = f"parameters: {', '.join(DTYPES)}; bfloat16 is rounded stochastically"
+    add("--param_dtype", default=default.param_dtype, help=params)
+    add("--optimizer", default=default.optimizer, help=", ".join(OPTIMIZERS))
     add("--learning_rate", type=float, default=default.learning_rate)
     remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"
     add("--remat", nargs="?", const="full", default=default.remat, help=remat)

@@ -8,12 +8,14 @@ from typing import Literal, get_args
 LossKernel = Literal["baseline", "fused", "fused_linear"]
 LayerKernel = Literal["baseline", "ours"]
 Dtype = Literal["bfloat16", "float32"]
+Optimizer = Literal["adamw", "adamw8bit", "muon"]
 Remat = Literal["none", "selective", "attention", "full"]
 LayerLoop = Literal["scan", "unrolled"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 REMATS: tuple[Remat, ...] = get_args(Remat)
 LAYER_LOOPS: tuple[LayerLoop, ...] = get_args(LayerLoop)
 # In the place of a kernel: the fastest that there is.
@@ -112,6 +114,8 @@ class Options:
     mlp_kernel: str = AUTO
     attention_kernel: str = AUTO
     dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     remat: str = "none"
     layer_loop: str = "scan"
@@ -156,7 +160,8 @@ class Config:
 
     def shape(self) -> dict[str, object]:
         """What a checkpoint's arrays depend on, by name."""
-        return dataclasses.asdict(self.model)
+        kinds = {name: getattr(self.options, name) for name in ("optimizer", "param_dtype")}
+        return {**dataclasses.asdict(self.model), **kinds}
 
 
 def resolve(options: Options) -> Config:
@@ -176,6 +181,8 @@ def resolve(options: Options) -> Config:
         ("mlp_kernel", options.mlp_kernel, LAYER_CHOICES),
         ("attention_kernel", options.attention_kernel, LAYER_CHOICES),
         ("dtype", options.dtype, DTYPES),
+        ("param_dtype", options.param_dtype, DTYPES),
+        ("optimizer", options.optimizer, OPTIMIZERS),
         ("remat", options.remat, REMATS),
         ("layer_loop", options.layer_loop, LAYER_LOOPS),
     ):

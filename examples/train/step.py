@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_bridge
+from pallas_bridge import optax as optimizers
 
 from .config import AUTO, LOSS_KERNELS, Config, InputError
 from .losses import loss_of
@@ -31,7 +32,7 @@ class Program:
 
     config: Config
     graph: Any
-    optimizer: optax.GradientTransformation
+    optimizer: Any
     mesh: Mesh | None
 
     def initial(self) -> Any:
@@ -47,33 +48,12 @@ class Program:
         )
 
     def _initial(self) -> Any:
-        params = nnx.to_pure_dict(nnx.split(make_model(self.config))[1])
+        params = initial_params(self.config)
         return {"params": params, "optimizer": self.optimizer.init(params)}
 
     def shardings(self) -> Any:
-        """Where each array of the state lies: matrices split by hidden size over `fsdp`.
-
-        The embedding and the head are split by vocabulary over `model`, too.
-        """
-        state = jax.eval_shape(self._initial)
-        mesh = self.mesh
-        if mesh is None:
-            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            return jax.tree.map(lambda _: device, state)
-        fsdp, model = (axis if axis in mesh.axis_names else None for axis in ("fsdp", "model"))
-        width = self.config.model.width
-
-        def place(path: Any, leaf: Any) -> NamedSharding:
-            names = {getattr(key, "key", None) for key in path}
-            if names & {"embedding", "untied"}:
-                return NamedSharding(mesh, P(model, fsdp))
-            axes: list[str | None] = [None] * leaf.ndim
-            # The axis that is the hidden size, of what has a layer axis and two others.
-            if leaf.ndim == 3:
-                axes[1 if leaf.shape[1] == width else 2] = fsdp
-            return NamedSharding(mesh, P(*axes))
-
-        return jax.tree_util.tree_map_with_path(place, state)
+        """Where each array of the state lies (`shardings_of`)."""
+        return shardings_of(self.config, self.mesh, jax.eval_shape(self._initial))
 
     def batch_sharding(self) -> Any:
         """Where a batch's arrays lie: split by sequences over `data` and `fsdp`."""
@@ -101,12 +81,15 @@ class Program:
         """One step: the state after it, with the loss before it and the gradient's norm."""
         loss, gradients = jax.value_and_grad(self.loss)(state["params"], batch)
         with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(gradients)
-            updates, optimizer = self.optimizer.update(
-                gradients, state["optimizer"], state["params"]
-            )
-            params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": optimizer}, {"loss": loss, "gradient_norm": norm}
+            state, norm = self.apply(gradients, state)
+        return state, {"loss": loss, "gradient_norm": norm}
+
+    def apply(self, gradients: Any, state: Any) -> tuple[Any, jax.Array]:
+        """The state after a step by gradients, and their norm."""
+        params, optimizer = self.optimizer.update_and_apply(
+            gradients, state["optimizer"], state["params"]
+        )
+        return {"params": params, "optimizer": optimizer}, optimizer.norm
 
     def compile(self) -> Any:
         """The step, compiled, which takes its state's memory for the state after it."""
@@ -166,24 +149,78 @@ def make_model(config: Config) -> Transformer:
     )
 
 
-def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
-    """AdamW with gradients clipped to norm 1; warmed up over `WARMUP_STEPS`, then constant.
+def initial_params(config: Config) -> Any:
+    """The model's parameters from the seed."""
+    params = nnx.to_pure_dict(nnx.split(make_model(config))[1])
+    dtype = jnp.dtype(config.options.param_dtype)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
-    No length of the run is in it, so that a run which is resumed and made longer has one curve.
+
+def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
+    """Where parameters or state of a tree lie: matrices split by hidden size over `fsdp`.
+
+    The embedding and the head are split by vocabulary over `model`, too.
     """
-    schedule = optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda tree: is_matrix(tree)),
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: device, tree)
+    fsdp, model = (axis if axis in mesh.axis_names else None for axis in ("fsdp", "model"))
+    width = config.model.width
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        names = {getattr(key, "key", None) for key in path}
+        if names & {"embedding", "untied"}:
+            return NamedSharding(mesh, P(model, fsdp))
+        axes: list[str | None] = [None] * leaf.ndim
+        # The axis that is the hidden size, of what has a layer axis and two others.
+        if leaf.ndim == 3:
+            axes[1 if leaf.shape[1] == width else 2] = fsdp
+        return NamedSharding(mesh, P(*axes))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def make_optimizer(config: Config, mesh: Mesh | None) -> Any:
+    """The optimizer, with gradients clipped to norm 1; warmed up over `WARMUP_STEPS`.
+
+    The learning rate is constant then: no length of the run is in it, so that a run which is
+    resumed and made longer has one curve. Parameters in bfloat16 are rounded stochastically.
+    """
+    options = config.options
+    schedule = optax.linear_schedule(0.0, options.learning_rate, WARMUP_STEPS)
+    seed = options.seed if options.param_dtype == "bfloat16" else None
+    if options.optimizer == "muon":
+        return optimizers.muon(
+            schedule,
+            weight_decay=0.1,
+            adam_b2=0.95,
+            matrices=lambda tree: is_matrix(tree, of_blocks=True),
+            # AdamW's learning rates fit.
+            consistent_rms=0.2,
+            max_norm=1.0,
+            rounding_seed=seed,
+        )
+    common: dict[str, Any] = {"b2": 0.95, "weight_decay": 0.1, "max_norm": 1.0}
+    if options.optimizer == "adamw":
+        return optimizers.adamw(schedule, mask=is_matrix, rounding_seed=seed, **common)
+    params = jax.eval_shape(lambda: initial_params(config))
+    places = shardings_of(config, mesh, params)
+    return optimizers.adamw8bit(
+        schedule, mask=is_matrix, rounding_seed=seed, shardings=places, **common
     )
 
 
-def is_matrix(tree: Any) -> Any:
-    """Which parameters decay: those in which a layer has two axes; no norm's weight, no bias."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.ndim - any(getattr(key, "key", "") == "blocks" for key in path) > 1,
-        tree,
-    )
+def is_matrix(tree: Any, *, of_blocks: bool = False) -> Any:
+    """Which parameters decay: those in which a layer has two axes; no norm's weight, no bias.
+
+    `of_blocks` leaves out the embedding and the head.
+    """
+
+    def found(path: Any, leaf: Any) -> bool:
+        in_blocks = any(getattr(key, "key", "") == "blocks" for key in path)
+        return (in_blocks or not of_blocks) and leaf.ndim - in_blocks > 1
+
+    return jax.tree_util.tree_map_with_path(found, tree)
 
 
 def make_program(config: Config) -> Program:
@@ -204,7 +241,7 @@ def make_program(config: Config) -> Program:
         chosen = np.array(devices[: config.devices]).reshape(shape)
         mesh = Mesh(chosen, tuple(config.mesh))
     graph = nnx.split(nnx.eval_shape(lambda: make_model(config)))[0]
-    return Program(config, graph, make_optimizer(config.options.learning_rate), mesh)
+    return Program(config, graph, make_optimizer(config, mesh), mesh)
 
 
 def program_bytes(compiled: Any) -> int:

@@ -59,6 +59,8 @@ def test_every_function_answers(name: str) -> None:
         ("losses.dpo_loss", "reference_chosen_logps", "did you mean ref_chosen?"),
         ("generation.generate", "eos_token_id", "did you mean stop_tokens?"),
         ("optax.softmax_cross_entropy_with_integer_labels", "mask", "did you mean where?"),
+        ("optax.adamw", "lr", "did you mean learning_rate?"),
+        ("optax.adamw8bit", "max_grad_norm", "did you mean max_norm?"),
     ],
 )
 def test_names_of_other_libraries(name: str, keyword: str, answer: str) -> None:

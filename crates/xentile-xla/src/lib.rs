@@ -23,6 +23,7 @@ pub mod json;
 mod linear_attention;
 mod linear_cross_entropy;
 mod norm;
+mod optimizers;
 mod rope;
 mod scale;
 mod shapes;

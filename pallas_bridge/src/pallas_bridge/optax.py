@@ -1,6 +1,8 @@
-"""Losses in the signatures of optax, for programs that call these.
+"""Losses and optimizers in the signatures of optax, for programs that call these.
 
-from pallas_bridge.optax import softmax_cross_entropy_with_integer_labels
+    from pallas_bridge.optax import adamw8bit, softmax_cross_entropy_with_integer_labels
+
+The optimizers need optax, `pip install 'pallas_bridge[optax]'`; the loss does not.
 """
 
 import math
@@ -18,8 +20,17 @@ from ._src.checks import as_array
 from ._src.cross_entropy.api import cross_entropy_per_token
 from ._src.keywords import hinted
 from ._src.operation import Implementation
+from ._src.optimizers.api import adam8bit, adamw, adamw8bit, lion8bit
+from ._src.optimizers.muon import muon
 
-__all__ = ["softmax_cross_entropy_with_integer_labels"]
+__all__ = [
+    "adam8bit",
+    "adamw",
+    "adamw8bit",
+    "lion8bit",
+    "muon",
+    "softmax_cross_entropy_with_integer_labels",
+]
 
 # What stands for a token that takes no part; no label is it once all count from the start.
 IGNORED = -1

@@ -86,6 +86,12 @@ OTHERS = {
     "stop_tokens": "eos_token_id stop_token_ids eos_id",
     "on_tokens": "streamer callback",
     "tokens": "input_ids token_ids",
+    "learning_rate": "lr alpha step_size",
+    "b1": "beta1 betas",
+    "b2": "beta2",
+    "weight_decay": "wd decoupled_weight_decay",
+    "max_norm": "max_grad_norm clip_norm grad_clip_norm gradient_clip_val",
+    "ns_steps": "backend_steps newton_schulz_steps",
 }
 _MASK_OBJECTS = {
     **dict.fromkeys(("attn_mask", "attention_mask"), "did you mean mask?"),

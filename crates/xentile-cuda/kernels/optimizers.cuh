@@ -1,0 +1,487 @@
+// Steps of AdamW over many arrays in one launch: parameters and state are written in their place.
+//
+// A CTA has a tile of one array, found by a binary search of the table in the kernel's parameters.
+// A warp has 256 consecutive entries at a time, a lane 8 of these: 8 in a row of parameters of 16
+// bits, and 4 in a row of both halves of the 256 where they are f32, so that every access is of
+// vectors without gaps. Blocks of 8-bit state have 256, 128 or 64 entries and begin at multiples of
+// that, so that a block is a warp's or less, and its largest |entry| a reduction within the warp.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "element.cuh"
+
+namespace xentile {
+
+// Arrays of a launch, threads of a CTA, and entries of a CTA's tile.
+inline constexpr uint32_t kOptimizerArrays = 256;
+inline constexpr uint32_t kOptimizerThreads = 256;
+inline constexpr uint32_t kOptimizerTile = 8192;
+
+// Mirrored by `Array` in src/optimizers.rs.
+struct OptimizerArray {
+  const void* grads;
+  void* params;
+  void* mu;
+  void* nu;
+  float* mu_scales;
+  float* nu_scales;
+  int64_t size;
+  uint32_t first_tile;
+  uint32_t block_log2;  // of 8-bit state
+};
+
+// Mirrored by `Arguments` in src/optimizers.rs.
+struct OptimizerArguments {
+  const int32_t* scalars;
+  const int32_t* leaves;  // of each array: twice its number in the tree, and whether it decays
+  uint32_t arrays;
+  uint32_t unused;
+  OptimizerArray array[256];
+};
+
+// Mirrored by `Summand` and `SumArguments` in src/optimizers.rs.
+struct SumSquaresArray {
+  const void* x;
+  int64_t size;
+  uint32_t first_tile;
+  uint32_t unused;
+};
+struct SumSquaresArguments {
+  float* partials;  // of each tile of these arrays
+  uint32_t arrays;
+  uint32_t unused;
+  SumSquaresArray array[256];
+};
+
+// The order of `scalars`, which are f32 but for the last three.
+struct OptimizerScalars {
+  float learning_rate, b1, rest1, b2, rest2, eps, eps_root, weight_decay;
+  float mu_scale, grad_scale, nu_scale, clip;
+  uint32_t step, seed;
+  int32_t rounds;
+  int32_t unused;
+};
+static_assert(sizeof(OptimizerScalars) == 64);
+
+namespace optimizers {
+
+inline constexpr int kDecades = 7;
+inline constexpr double kPowers[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
+
+// What a code is computed from. Entry y of [0, 1] has the magnitude floor(y * factor + offset) of its
+// line, at most limit; optimizers/codes.py derives the numbers. Lines are 0's, then those of the
+// decades, then 1's. An octave, between two powers of two, has the line of its lower end, and where
+// that ends: no octave has parts of three.
+struct Octave {
+  float end;
+  uint32_t line;
+};
+struct Line {
+  float factor, offset;
+};
+inline constexpr int kOctaves = 128, kLines = kDecades + 2;
+
+struct Table {
+  // The values of the signed code, then those of the unsigned one.
+  float values[512];
+  Octave octaves[2][kOctaves];
+  Line lines[2][kLines];
+};
+
+constexpr Table make_table() {
+  Table table{};
+  for (int i = 0; i < 2; ++i) {
+    const bool is_signed = i == 0;
+    const int zero = is_signed ? 127 : 256;
+    table.values[zero] = 0;
+    float ends[kLines] = {};
+    int magnitude = 1;
+    for (int decade = 0; decade < kDecades; ++decade) {
+      const int parts = 1 << (is_signed ? decade : decade + 1);
+      for (int k = 0; k < parts; ++k) {
+        const double fraction = 0.1 + 0.9 * (k + 0.5) / parts;
+        const float value = static_cast<float>(kPowers[decade] * fraction);
+        table.values[zero + magnitude] = value;
+        if (is_signed) table.values[zero - magnitude] = -value;
+        ++magnitude;
+      }
+      if (decade == 0) ends[0] = static_cast<float>(1e-6 * (0.1 + 0.45 / parts) / 2);
+      ends[decade + 1] = static_cast<float>(
+          decade + 1 < kDecades ? kPowers[decade] * (1 + 0.9 / parts) : 1 - 0.225 / parts);
+      table.lines[i][decade + 1] = {static_cast<float>(parts / kPowers[decade] / 0.9),
+                                    static_cast<float>(parts * 8.0 / 9 - (is_signed ? 0 : 1))};
+    }
+    table.values[zero + magnitude] = 1;
+    // Any offset of [0, 1) whose limit is above it.
+    table.lines[i][0] = {0.0f, 0.45f};
+    table.lines[i][kLines - 1] = {0.0f, static_cast<float>(magnitude)};
+    ends[kLines - 1] = 2;
+    double low = 1;
+    for (int exponent = kOctaves - 1; exponent >= 0; --exponent, low /= 2) {
+      uint32_t line = 0;
+      while (low >= ends[line]) ++line;
+      table.octaves[i][exponent] = {ends[line], line};
+    }
+    // Subnormals and 0.
+    table.octaves[i][0] = {ends[0], 0};
+  }
+  return table;
+}
+
+static __device__ const Table kTable = make_table();
+
+// The code nearest to y of [-1, 1], in the lowest byte; NaN has 1's.
+template <bool kSigned>
+__device__ inline uint32_t encoded(float y, const Table& table) {
+  constexpr int code = kSigned ? 0 : 1;
+  const float magnitude = fminf(fabsf(y), 1.0f);
+  const Octave octave = table.octaves[code][__float_as_uint(magnitude) >> 23];
+  const Line line = table.lines[code][octave.line + (magnitude >= octave.end ? 1 : 0)];
+  // Half above the last magnitude of the line.
+  const float limit = fmaf(line.offset, 2.25f, kSigned ? -0.5f : 0.75f);
+  const float steps = fminf(fmaf(magnitude, line.factor, line.offset), limit);
+  // With 2^23 added, rounded down, the lowest bits are those of the integer.
+  const uint32_t bits = __float_as_uint(__fadd_rd(steps, 8388608.0f));
+  if constexpr (kSigned) {
+    const int32_t integer = static_cast<int32_t>(bits & 255);
+    // -1 is not in the table.
+    return static_cast<uint32_t>(y < 0 ? max(127 - integer, 0) : 127 + integer);
+  } else {
+    return bits;
+  }
+}
+
+// The lowest bytes of four words, the first in the lowest.
+__device__ inline uint32_t joined(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Philox4x32-10 of the counter (group, array, step, 0) and the key (seed, 0).
+__device__ inline uint4 philox(uint32_t group, uint32_t array, uint32_t step, uint32_t seed) {
+  uint4 c = make_uint4(group, array, step, 0);
+  uint32_t first = seed, second = 0;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t high = __umulhi(c.x, 0xd2511f53u), low = c.x * 0xd2511f53u;
+    const uint32_t other_high = __umulhi(c.z, 0xcd9e8d57u), other_low = c.z * 0xcd9e8d57u;
+    c = make_uint4(other_high ^ c.y ^ first, other_low, high ^ c.w ^ second, low);
+    first += 0x9e3779b9u;
+    second += 0xbb67ae85u;
+  }
+  return c;
+}
+
+// bf16 bits of x, rounded away from 0 where `random`, of 16 bits, reaches the rest.
+__device__ inline uint32_t rounded(float x, uint32_t random) {
+  const uint32_t high = (__float_as_uint(x) + random) >> 16;
+  return isnan(x) ? 0x7fc0u : high;
+}
+
+// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all of
+// the warp's are within the array: without branches all loads begin before the first is waited for.
+template <bool kWhole>
+struct Place {
+  int64_t first, second, size;
+
+  __device__ int64_t begin(int half) const { return half == 0 ? first : second; }
+  __device__ bool has(int64_t begin, int count) const { return kWhole || begin + count <= size; }
+};
+
+template <class E>
+__device__ inline void load4(const E* from, float (&x)[8], int at) {
+  if constexpr (sizeof(E) == 4) {
+    const float4 vector = *reinterpret_cast<const float4*>(from);
+    x[at] = vector.x, x[at + 1] = vector.y, x[at + 2] = vector.z, x[at + 3] = vector.w;
+  } else {
+    const uint2 vector = *reinterpret_cast<const uint2*>(from);
+    const float2 low = unpacked<E>(vector.x), high = unpacked<E>(vector.y);
+    x[at] = low.x, x[at + 1] = low.y, x[at + 2] = high.x, x[at + 3] = high.y;
+  }
+}
+
+// The lane's entries, 0 beyond the end. `kInRow` says that they are 8 in a row.
+template <bool kInRow, class E, bool kWhole>
+__device__ inline void load(const void* array, const Place<kWhole>& place, float (&x)[8]) {
+  const E* from = static_cast<const E*>(array);
+  if constexpr (kInRow && sizeof(E) == 2) {
+    if (place.has(place.first, 8)) {
+      unpack<E>(*reinterpret_cast<const uint4*>(from + place.first), x);
+      return;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t begin = place.begin(half);
+    if (place.has(begin, 4)) {
+      load4<E>(from + begin, x, 4 * half);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        x[4 * half + k] = begin + k < place.size ? to_float(from[begin + k]) : 0.0f;
+    }
+  }
+}
+
+template <bool kWhole>
+__device__ inline void store_floats(void* array, const Place<kWhole>& place, const float (&x)[8]) {
+  float* to = static_cast<float*>(array);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t begin = place.begin(half);
+    if (place.has(begin, 4)) {
+      *reinterpret_cast<float4*>(to + begin) =
+          make_float4(x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (begin + k < place.size) to[begin + k] = x[4 * half + k];
+    }
+  }
+}
+
+// 8 bf16 in a row, from their bits.
+template <bool kWhole>
+__device__ inline void store_halves(void* array, const Place<kWhole>& place,
+                                    const uint32_t (&bits)[8]) {
+  uint16_t* to = static_cast<uint16_t*>(array) + place.first;
+  if (place.has(place.first, 8)) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                   bits[6] | bits[7] << 16);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (place.first + k < place.size) to[k] = static_cast<uint16_t>(bits[k]);
+  }
+}
+
+// A moment in 8 bits. Sizes are multiples of 64, so that vectors are within the array or beyond it.
+template <bool kInRow, bool kSigned>
+struct Moment {
+  uint8_t* codes;
+  float* scales;
+  uint32_t block_log2;
+  const Table& table;
+
+  template <bool kWhole>
+  __device__ void load(const Place<kWhole>& place, float (&x)[8]) const {
+    uint32_t words[2] = {0, 0};
+    float by[2] = {0, 0};
+    if constexpr (kInRow) {
+      if (place.has(place.first, 1)) {
+        const uint2 vector = *reinterpret_cast<const uint2*>(codes + place.first);
+        words[0] = vector.x, words[1] = vector.y;
+        by[0] = by[1] = scales[place.first >> block_log2];
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t begin = place.begin(half);
+        if (place.has(begin, 1)) {
+          words[half] = *reinterpret_cast<const uint32_t*>(codes + begin);
+          by[half] = scales[begin >> block_log2];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      x[k] = table.values[(kSigned ? 0 : 256) + (words[k / 4] >> (k % 4 * 8) & 255)] * by[k / 4];
+  }
+
+  template <bool kWhole>
+  __device__ void store(const Place<kWhole>& place, const float (&x)[8]) const {
+    const uint32_t lane = threadIdx.x % 32;
+    // Bits of |x| are in the order of |x|, and NaN's are the largest.
+    uint32_t most[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      most[k / 4] = max(most[k / 4], __float_as_uint(x[k]) & 0x7fffffffu);
+    if (!place.has(place.first, 1)) most[0] = 0;
+    if (!place.has(place.second, 1)) most[1] = 0;
+    if constexpr (kInRow) {
+      // Lanes of a block: 32, 16 or 8.
+      const uint32_t lanes = 1u << (block_log2 - 3);
+      const uint32_t members =
+          lanes == 32 ? 0xffffffffu : ((1u << lanes) - 1) << (lane & ~(lanes - 1));
+      most[0] = most[1] = __reduce_max_sync(members, max(most[0], most[1]));
+    } else if (block_log2 == 8) {
+      most[0] = most[1] = __reduce_max_sync(0xffffffffu, max(most[0], most[1]));
+    } else {
+      const uint32_t members = block_log2 == 7 ? 0xffffffffu : lane < 16 ? 0xffffu : 0xffff0000u;
+      most[0] = __reduce_max_sync(members, most[0]);
+      most[1] = __reduce_max_sync(members, most[1]);
+    }
+    uint32_t words[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = __uint_as_float(most[half]);
+      const float inverse = scale >= 1.17549435e-38f ? __frcp_rn(scale) : 0.0f;
+      uint32_t four[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) four[k] = encoded<kSigned>(x[4 * half + k] * inverse, table);
+      words[half] = joined(four[0], four[1], four[2], four[3]);
+    }
+    const int64_t last = (int64_t{1} << block_log2) - 1;
+    if constexpr (kInRow) {
+      if (place.has(place.first, 1)) {
+        *reinterpret_cast<uint2*>(codes + place.first) = make_uint2(words[0], words[1]);
+        if ((place.first & last) == 0)
+          scales[place.first >> block_log2] = __uint_as_float(most[0]);
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t begin = place.begin(half);
+        if (place.has(begin, 1)) {
+          *reinterpret_cast<uint32_t*>(codes + begin) = words[half];
+          if ((begin & last) == 0) scales[begin >> block_log2] = __uint_as_float(most[half]);
+        }
+      }
+    }
+  }
+};
+
+__device__ inline float root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A step of a lane's entries.
+template <class P, class G, bool kQuantized, bool kWhole>
+__device__ inline void step(const OptimizerArray& array, const OptimizerScalars& s, uint32_t leaf,
+                            const Table& table, const Place<kWhole>& place) {
+  constexpr bool kInRow = sizeof(P) == 2;
+  const float decay = leaf % 2 != 0 ? s.weight_decay : 0.0f;
+  const Moment<kInRow, true> mu{static_cast<uint8_t*>(array.mu), array.mu_scales,
+                                array.block_log2, table};
+  const Moment<kInRow, false> nu{static_cast<uint8_t*>(array.nu), array.nu_scales,
+                                 array.block_log2, table};
+  float g[8], p[8], m[8], v[8];
+  load<kInRow, G>(array.grads, place, g);
+  load<kInRow, P>(array.params, place, p);
+  if constexpr (kQuantized) {
+    mu.load(place, m);
+    nu.load(place, v);
+  } else {
+    load<kInRow, float>(array.mu, place, m);
+    load<kInRow, float>(array.nu, place, v);
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    g[k] *= s.clip;
+    m[k] = s.rest1 * g[k] + s.b1 * m[k];
+    v[k] = s.rest2 * (g[k] * g[k]) + s.b2 * v[k];
+    const float below = root(v[k] * s.nu_scale + s.eps_root) + s.eps;
+    const float step = __fdividef(s.mu_scale * m[k] + s.grad_scale * g[k], below);
+    p[k] -= s.learning_rate * (step + decay * p[k]);
+  }
+  if constexpr (kQuantized) {
+    mu.store(place, m);
+    nu.store(place, v);
+  } else {
+    store_floats(array.mu, place, m);
+    store_floats(array.nu, place, v);
+  }
+  if constexpr (std::is_same_v<P, float>) {
+    store_floats(array.params, place, p);
+  } else {
+    uint32_t bits[8];
+    if (s.rounds != 0) {
+      const uint4 drawn = philox(static_cast<uint32_t>(place.first / 8), leaf / 2, s.step, s.seed);
+      const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        bits[k] = rounded(p[k], k % 2 == 0 ? words[k / 2] & 0xffffu : words[k / 2] >> 16);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) bits[k] = __bfloat16_as_ushort(__float2bfloat16_rn(p[k]));
+    }
+    store_halves(array.params, place, bits);
+  }
+}
+
+// The last array whose first tile is not after this CTA's.
+template <class Arguments>
+__device__ inline uint32_t array_of_tile(const Arguments& a) {
+  uint32_t low = 0, high = a.arrays;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (a.array[middle].first_tile <= blockIdx.x) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The sum of squares of each tile.
+template <class E>
+__device__ inline void sum_squares(const SumSquaresArguments& a) {
+  constexpr int per = kPerVector<E>;
+  const SumSquaresArray& array = a.array[array_of_tile(a)];
+  const E* x = static_cast<const E*>(array.x);
+  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
+  float sum = 0;
+  if (tile + kOptimizerTile <= array.size) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kOptimizerTile / kOptimizerThreads) / per; ++i) {
+      const int64_t at = tile + (i * kOptimizerThreads + threadIdx.x) * per;
+      float values[per];
+      unpack<E>(*reinterpret_cast<const uint4*>(x + at), values);
+#pragma unroll
+      for (int k = 0; k < per; ++k) sum += values[k] * values[k];
+    }
+  } else {
+    for (int64_t i = tile + threadIdx.x; i < array.size; i += kOptimizerThreads) {
+      const float value = to_float(x[i]);
+      sum += value * value;
+    }
+  }
+  __shared__ float of_warps[kOptimizerThreads / 32];
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0;
+    for (float one : of_warps) total += one;
+    a.partials[blockIdx.x] = total;
+  }
+}
+
+template <class P, class G, bool kQuantized>
+__device__ inline void adamw(const OptimizerArguments& a) {
+  constexpr bool kInRow = sizeof(P) == 2;
+  __shared__ Table table;
+  if constexpr (kQuantized) {
+    constexpr uint32_t words = sizeof(Table) / sizeof(uint32_t);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&kTable);
+    uint32_t* to = reinterpret_cast<uint32_t*>(&table);
+    for (uint32_t i = threadIdx.x; i < words; i += kOptimizerThreads) to[i] = from[i];
+    __syncthreads();
+  }
+  const uint32_t index = array_of_tile(a);
+  const OptimizerArray& array = a.array[index];
+  const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
+  const uint32_t leaf = static_cast<uint32_t>(a.leaves[index]);
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
+  const int64_t size = array.size, end = min(tile + int64_t{kOptimizerTile}, size);
+  for (int64_t begin = tile + warp * 256; begin < end; begin += kOptimizerThreads * 8) {
+    const int64_t first = begin + (kInRow ? 8 : 4) * lane;
+    const int64_t second = first + (kInRow ? 4 : 128);
+    if (begin + 256 <= size) {
+      step<P, G, kQuantized>(array, s, leaf, table, Place<true>{first, second, size});
+    } else {
+      step<P, G, kQuantized>(array, s, leaf, table, Place<false>{first, second, size});
+    }
+  }
+}
+
+}  // namespace optimizers
+}  // namespace xentile

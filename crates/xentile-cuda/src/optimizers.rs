@@ -1,0 +1,385 @@
+//! A step of AdamW over many arrays, which are written in their place.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use xentile::DType;
+
+use crate::driver::{Driver, Extent, Kernel, RawStream};
+use crate::{Device, Error, Result, check_alignment, library};
+
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct Array = OptimizerArray {
+        grads: *const c_void,
+        params: *mut c_void,
+        mu: *mut c_void,
+        nu: *mut c_void,
+        mu_scales: *mut f32,
+        nu_scales: *mut f32,
+        size: i64,
+        first_tile: u32,
+        block_log2: u32,
+    }
+}
+
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct Arguments = OptimizerArguments {
+        scalars: *const i32,
+        leaves: *const i32,
+        arrays: u32,
+        unused: u32,
+        array: [Array; 256],
+    }
+}
+
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct Summand = SumSquaresArray {
+        x: *const c_void,
+        size: i64,
+        first_tile: u32,
+        unused: u32,
+    }
+}
+
+mirror! {
+    /// See kernels/optimizers.cuh.
+    struct SumArguments = SumSquaresArguments {
+        partials: *mut f32,
+        arrays: u32,
+        unused: u32,
+        array: [Summand; 256],
+    }
+}
+
+numbers! {
+    ARRAYS: u32 = kOptimizerArrays, 256;
+    THREADS: u32 = kOptimizerThreads, 256;
+    TILE: u32 = kOptimizerTile, 8192;
+}
+
+/// The words of [`AdamW::run`]'s scalars.
+pub const SCALARS: usize = 16;
+
+/// The extents that blocks of 8-bit state may have.
+pub const BLOCKS: [usize; 3] = [256, 128, 64];
+
+impl Array {
+    const NONE: Self = Self {
+        grads: null_mut(),
+        params: null_mut(),
+        mu: null_mut(),
+        nu: null_mut(),
+        mu_scales: null_mut(),
+        nu_scales: null_mut(),
+        size: 0,
+        first_tile: 0,
+        block_log2: 0,
+    };
+}
+
+/// Where a parameter's moments are, on the device.
+#[derive(Clone, Copy, Debug)]
+pub enum State {
+    /// Both moments in f32.
+    Wide {
+        /// The first.
+        mu: *mut c_void,
+        /// The second.
+        nu: *mut c_void,
+    },
+    /// Codes of both moments, and a scale in f32 for each `block` of them.
+    Quantized {
+        /// Codes of the first moment.
+        mu: *mut c_void,
+        /// Its scales.
+        mu_scales: *mut f32,
+        /// Codes of the second moment.
+        nu: *mut c_void,
+        /// Its scales.
+        nu_scales: *mut f32,
+        /// One of [`BLOCKS`], which divides the number of entries.
+        block: usize,
+    },
+}
+
+/// A parameter with its gradient and state, on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Parameter {
+    /// Entries of the parameter.
+    pub size: usize,
+    /// The gradient.
+    pub grads: *const c_void,
+    /// The parameter, which is overwritten.
+    pub params: *mut c_void,
+    /// The state, which is overwritten.
+    pub state: State,
+}
+
+/// A step of AdamW for parameters of one dtype, on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    /// The dtype of parameters: f32 or bf16.
+    pub params: DType,
+    /// That of gradients: f32 or bf16.
+    pub grads: DType,
+    /// Whether moments are in 8 bits.
+    pub is_quantized: bool,
+}
+
+impl AdamW {
+    /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, or no kernel for the dtypes.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.kernel(stream) }.map(drop)
+    }
+
+    /// Has `stream` make a step, in a launch for every 256 parameters. `scalars` are [`SCALARS`] words on the
+    /// device in the order of `OptimizerScalars` in kernels/optimizers.cuh, and `leaves` a word for each
+    /// parameter: twice its number, which stochastic rounding goes by, and 1 if it decays.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, blocks that do not fit, a failure
+    /// of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays of these
+    /// sizes on its device, apart from each other, which nothing else touches until it has run what was
+    /// launched here.
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        scalars: *const i32,
+        leaves: *const i32,
+        parameters: &[Parameter],
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        let kernel = unsafe { self.kernel(stream) }?;
+        for (index, some) in parameters.chunks(ARRAYS as usize).enumerate() {
+            let leaves = leaves.wrapping_add(index * ARRAYS as usize);
+            let (arguments, tiles) = arguments(scalars, leaves, some)?;
+            if tiles == 0 {
+                continue;
+            }
+            let extent =
+                Extent { ctas: tiles, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
+            // SAFETY: passed on from this function's contract.
+            unsafe { Driver::get()?.launch(kernel, extent, stream, &*arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
+        let state = if self.is_quantized { "8bit" } else { "f32" };
+        let name = format!("adamw_{state}_{}_{}", self.params, self.grads);
+        // SAFETY: passed on from this function's contract.
+        unsafe { library::kept_kernel(&name, Device::current()?, stream) }
+    }
+}
+
+/// The sums of squares of arrays of one dtype, a tile at a time, on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct SumSquares {
+    /// f32 or bf16.
+    pub dtype: DType,
+}
+
+impl SumSquares {
+    /// The sums that an array of `size` entries has.
+    #[must_use]
+    pub const fn partials(size: usize) -> usize {
+        size.div_ceil(TILE as usize)
+    }
+
+    /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, or no kernel for the dtype.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.kernel(stream) }.map(drop)
+    }
+
+    /// Has `stream` write the sums of arrays, each with its size, one array after the other.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
+    ///
+    /// # Safety
+    /// As for [`AdamW::run`], with [`partials`](Self::partials) sums for each array.
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        arrays: &[(*const c_void, usize)],
+        partials: *mut f32,
+    ) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        let kernel = unsafe { self.kernel(stream) }?;
+        let mut written = 0;
+        for some in arrays.chunks(ARRAYS as usize) {
+            let none = Summand { x: std::ptr::null(), size: 0, first_tile: 0, unused: 0 };
+            let mut table = Box::new(SumArguments {
+                partials: partials.wrapping_add(written),
+                arrays: some.len() as u32,
+                unused: 0,
+                array: [none; 256],
+            });
+            let mut tiles = 0;
+            for (row, &(x, size)) in table.array.iter_mut().zip(some) {
+                check_alignment("x", x)?;
+                let first_tile = u32::try_from(tiles).unwrap_or(u32::MAX);
+                *row = Summand { x, size: size as i64, first_tile, unused: 0 };
+                tiles += Self::partials(size);
+            }
+            written += tiles;
+            let ctas = u32::try_from(tiles).ok().filter(|&ctas| ctas <= i32::MAX.cast_unsigned());
+            let ctas = ctas.ok_or_else(|| {
+                let largest = some.iter().map(|one| one.1).max();
+                too_many(some.len(), largest.unwrap_or(0))
+            })?;
+            if ctas == 0 {
+                continue;
+            }
+            let extent = Extent { ctas, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
+            // SAFETY: passed on from this function's contract.
+            unsafe { Driver::get()?.launch(kernel, extent, stream, &*table) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
+        let name = format!("sum_squares_{}", self.dtype);
+        // SAFETY: passed on from this function's contract.
+        unsafe { library::kept_kernel(&name, Device::current()?, stream) }
+    }
+}
+
+/// The arguments of a launch for 256 parameters at most, and its tiles.
+fn arguments(
+    scalars: *const i32,
+    leaves: *const i32,
+    parameters: &[Parameter],
+) -> Result<(Box<Arguments>, u32)> {
+    let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
+    let mut table = Box::new(Arguments {
+        scalars,
+        leaves,
+        arrays: parameters.len() as u32,
+        unused: 0,
+        array: [Array::NONE; 256],
+    });
+    let mut tiles = 0_u64;
+    for (row, one) in table.array.iter_mut().zip(parameters) {
+        *row = array(one, u32::try_from(tiles).map_err(|_| too_many(parameters.len(), largest))?)?;
+        tiles += one.size.div_ceil(TILE as usize) as u64;
+    }
+    // The grid's largest extent.
+    let tiles = u32::try_from(tiles).ok().filter(|&tiles| tiles <= i32::MAX.cast_unsigned());
+    tiles.map(|tiles| (table, tiles)).ok_or_else(|| too_many(parameters.len(), largest))
+}
+
+/// A row of the table.
+fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
+    let (mu, nu, mu_scales, nu_scales, block) = match of.state {
+        State::Wide { mu, nu } => (mu, nu, null_mut(), null_mut(), 1),
+        State::Quantized { mu, mu_scales, nu, nu_scales, block } => {
+            if !BLOCKS.contains(&block) || !of.size.is_multiple_of(block) {
+                return Err(Error::Problem(xentile::Error::Shape {
+                    tokens: of.size.checked_div(block).unwrap_or(0),
+                    vocab: block,
+                    requirement: "blocks of 8-bit state must have 256, 128 or 64 entries, all of them full",
+                }));
+            }
+            (mu, nu, mu_scales, nu_scales, block)
+        }
+    };
+    for (name, address) in [
+        ("grads", of.grads),
+        ("params", of.params.cast_const()),
+        ("mu", mu.cast_const()),
+        ("nu", nu.cast_const()),
+    ] {
+        check_alignment(name, address)?;
+    }
+    Ok(Array {
+        grads: of.grads,
+        params: of.params,
+        mu,
+        nu,
+        mu_scales,
+        nu_scales,
+        size: of.size as i64,
+        first_tile,
+        block_log2: block.ilog2(),
+    })
+}
+
+fn too_many(arrays: usize, largest: usize) -> Error {
+    Error::Problem(xentile::Error::Shape {
+        tokens: arrays,
+        vocab: largest,
+        requirement: "the tiles of all parameters must fit a grid",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(address: usize) -> *mut c_void {
+        std::ptr::without_provenance_mut(address)
+    }
+
+    fn quantized(size: usize, block: usize) -> Parameter {
+        let scales = at(0x9000).cast();
+        let state = State::Quantized {
+            mu: at(0x3000),
+            mu_scales: scales,
+            nu: at(0x4000),
+            nu_scales: scales,
+            block,
+        };
+        Parameter { size, grads: at(0x1000), params: at(0x2000), state }
+    }
+
+    #[test]
+    fn tiles_follow_each_other() {
+        let null = std::ptr::null();
+        let sizes = [8192, 0, 64, 8256];
+        let all = sizes.map(|size| quantized(size, 64));
+        let (table, tiles) = arguments(null, null, &all).unwrap();
+        assert_eq!(tiles, 4);
+        let first: Vec<_> = table.array[..4].iter().map(|row| row.first_tile).collect();
+        assert_eq!(first, [0, 1, 1, 2]);
+        assert_eq!(table.array[0].block_log2, 6);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        for (size, block) in [(100, 64), (192, 96), (256, 0)] {
+            let error = array(&quantized(size, block), 0).unwrap_err().to_string();
+            assert!(error.contains("256, 128 or 64 entries"), "{error}");
+        }
+        let odd = Parameter { params: at(0x2004), ..quantized(64, 64) };
+        let error = array(&odd, 0).unwrap_err().to_string();
+        assert_eq!(error, "`params` is at 0x2004; it must be at a multiple of 16");
+        let many = quantized(usize::MAX / 2 / 256 * 256, 256);
+        let error = arguments(std::ptr::null(), std::ptr::null(), &[many]).unwrap_err();
+        assert!(error.to_string().contains("must fit a grid"), "{error}");
+    }
+}

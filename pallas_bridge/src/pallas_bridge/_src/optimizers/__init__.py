@@ -1,0 +1,1 @@
+"""Optimizers: AdamW, Adam and Lion with 8-bit state, stochastic rounding, Muon."""
