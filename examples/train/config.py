@@ -8,7 +8,7 @@ from typing import Literal, get_args
 LossKernel = Literal["baseline", "fused", "fused_linear"]
 LayerKernel = Literal["baseline", "ours"]
 Dtype = Literal["bfloat16", "float32"]
-Remat = Literal["none", "selective", "attention", "full"]
+Remat = Literal["none", "selective", "half", "attention", "full"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)

@@ -4,7 +4,9 @@ Parameters are float32; what is computed is in the dtype that the model is calle
 (`jax.named_scope`) name the parts of a step for breakdown.py.
 """
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +24,13 @@ from .config import LayerKernel, Model, Remat
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
 LONGEST_MASK = 2048
-# What blocks keep for the backward pass, by `--remat`; "full" keeps their arguments alone.
-POLICIES: dict[Remat, Any] = {
-    "selective": checkpoint_policies.save_products,
-    "attention": checkpoint_policies.save_attention,
-    "full": None,
+# What blocks keep for the backward pass, by `--remat`; of two, blocks take turns. "full" keeps
+# their arguments alone.
+POLICIES: dict[Remat, tuple[Any, ...]] = {
+    "selective": (checkpoint_policies.save_products_and_sums,),
+    "half": (checkpoint_policies.save_gates, checkpoint_policies.save_sums),
+    "attention": (checkpoint_policies.save_sums,),
+    "full": (None,),
 }
 
 
@@ -76,9 +80,29 @@ def reach_of(kernel: LayerKernel, segments: Array) -> Array:
     return segments if kernel == "ours" else (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
-def over_layers(step: Any, carry: Any, layers: Any) -> Any:
-    """What is carried through all layers, whose parameters are stacked along a first axis."""
-    return jax.lax.scan(lambda carry, layer: (step(carry, layer), None), carry, layers)[0]
+def over_layers(steps: Sequence[Any], carry: Any, layers: Any) -> Any:
+    """What is carried through all layers, whose parameters are stacked along a first axis.
+
+    Layers take the steps in turn, each turn in one step of the scan; what layers are left, alone.
+    """
+    count = len(steps)
+    total = jax.tree.leaves(layers)[0].shape[0]
+    whole = total // count
+
+    def turn(carry: Any, group: Any) -> tuple[Any, None]:
+        for index, step in enumerate(steps):
+            carry = step(carry, group if count == 1 else jax.tree.map(lambda w: w[index], group))
+        return carry, None
+
+    groups = layers
+    if count > 1:
+        groups = jax.tree.map(
+            lambda w: w[: whole * count].reshape(whole, count, *w.shape[1:]), layers
+        )
+    carry, _ = jax.lax.scan(turn, carry, groups)
+    for index, layer in enumerate(range(whole * count, total)):
+        carry = steps[index](carry, jax.tree.map(lambda w: w[layer], layers))
+    return carry
 
 
 @dataclass(frozen=True)
@@ -88,15 +112,21 @@ class Kernels:
     norm: LayerKernel = "baseline"
     mlp: LayerKernel = "baseline"
     attention: LayerKernel = "baseline"
+    # Whether the backward pass is to compute again what is cheap to: `rms_norm_linear` and
+    # `gated_mlp` keep less than the functions that they are made of, which are faster where all is
+    # kept.
+    recomputes: bool = False
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich, 2019), of the last axis."""
 
-    def __init__(self, width: int, eps: float, kernel: LayerKernel) -> None:
-        """Begins with a weight of ones, [width] float32."""
+    def __init__(
+        self, width: int, eps: float, kernel: LayerKernel, *, recomputes: bool = False
+    ) -> None:
+        """Begins with a weight of ones, [width] float32; `recomputes` is that of `Kernels`."""
         self.weight = nnx.Param(jnp.ones(width))
-        self.eps, self.kernel = eps, kernel
+        self.eps, self.kernel, self.recomputes = eps, kernel, recomputes
 
     def __call__(self, x: Array) -> Array:
         """Normalises x [.., D]; in its dtype."""
@@ -119,6 +149,18 @@ class Norm(nnx.Module):
             total = branch + stream
         return self(total), total
 
+    def after_into(self, branch: Array, stream: Array, matrix: Array) -> tuple[Array, Array]:
+        """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
+        if self.kernel == "ours" and self.recomputes:
+            with jax.named_scope("projections"):
+                both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
+                    branch, self.weight[...], matrix, eps=self.eps, residual=stream
+                )
+                return both
+        x, stream = self.after(branch, stream)
+        with jax.named_scope("projections"):
+            return x @ matrix.astype(x.dtype), stream
+
 
 class Block(nnx.Module):
     """Attention and a gated feed-forward layer, each after a norm."""
@@ -128,7 +170,7 @@ class Block(nnx.Module):
         normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
         self.of, self.kernels, norm = of, kernels, kernels.norm
-        self.norm1 = Norm(of.width, of.norm_eps, norm)
+        self.norm1 = Norm(of.width, of.norm_eps, norm, recomputes=kernels.recomputes)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
         self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
@@ -143,24 +185,25 @@ class Block(nnx.Module):
         self, branch: Array, stream: Array, tables: tuple[Array, Array], within: Array | None
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
-        x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.attention(x, tables, within), stream)
-        return self.feed_forward(x), stream
+        qkv, stream = self.norm1.after_into(branch, stream, self.qkv[...])
+        return self.feed_forward(self.attention(qkv, tables, within), stream)
 
-    def attention(self, x: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
-        """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
+    def attention(self, qkv: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
+        """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
+
+        `qkv` [B, T, N] are queries, keys and values of all heads, still without bias.
+        """
         of = self.of
         with jax.named_scope("projections"):
-            qkv = x @ self.qkv[...].astype(x.dtype)
             if self.bias is not None:
-                qkv = qkv + self.bias[...].astype(x.dtype)
-            heads = qkv.reshape(*x.shape[:2], -1, of.head_width)
+                qkv = qkv + self.bias[...].astype(qkv.dtype)
+            heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
             q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
         q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
-            y: Array = mixed.reshape(*x.shape[:2], -1) @ self.out[...].astype(x.dtype)
+            y: Array = mixed.reshape(*qkv.shape[:2], -1) @ self.out[...].astype(qkv.dtype)
             return y
 
     def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -180,8 +223,22 @@ class Block(nnx.Module):
         with jax.named_scope("position"):
             return rotate(q, *tables), rotate(k, *tables)
 
-    def feed_forward(self, x: Array) -> Array:
-        """SwiGLU (Shazeer, 2020, arXiv:2002.05202) over x [B, T, D]."""
+    def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
+        """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
+        norm, kernels = self.norm2, self.kernels
+        if kernels.recomputes and kernels.mlp == "ours" and kernels.norm == "ours":
+            with jax.named_scope("projections"):
+                both: tuple[Array, Array] = pallas_bridge.gated_mlp(
+                    branch,
+                    self.up[...].astype(branch.dtype),
+                    None,
+                    self.down[...].astype(branch.dtype),
+                    norm_weight=norm.weight[...],
+                    residual=stream,
+                    eps=norm.eps,
+                )
+                return both
+        x, stream = norm.after(branch, stream)
         with jax.named_scope("projections"):
             packed = x @ self.up[...].astype(x.dtype)
         with jax.named_scope("activation"):
@@ -191,8 +248,7 @@ class Block(nnx.Module):
                 gate, up = jnp.split(packed, 2, axis=-1)
                 inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
-            y: Array = inner @ self.down[...].astype(x.dtype)
-            return y
+            return inner @ self.down[...].astype(x.dtype), stream
 
 
 class Transformer(nnx.Module):
@@ -211,6 +267,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
+        kernels = dataclasses.replace(kernels, recomputes=remat != "none")
         self.of, self.kernels, self.remat = of, kernels, remat
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
@@ -259,9 +316,10 @@ class Transformer(nnx.Module):
             found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within)
             return found
 
+        steps = [step]
         if self.remat != "none":
-            step = jax.checkpoint(step, policy=POLICIES[self.remat])
-        branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
+            steps = [jax.checkpoint(step, policy=policy) for policy in POLICIES[self.remat]]
+        branch, stream = over_layers(steps, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
 
