@@ -184,9 +184,9 @@ def test_what_runs(arrays: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "products", "activation", "norm"),
     [
-        ("save_products_and_sums", 9, 1, 1),
-        ("save_gates", 10, 1, 1),
-        ("save_sums", 11, 1, 1),
+        ("save_products_and_sums", 9, 1, 2),
+        ("save_gates", 10, 1, 3),
+        ("save_sums", 11, 1, 4),
         ("save_products", 9, 1, 2),
     ],
 )
@@ -204,7 +204,7 @@ def test_policies(
     run = jax.checkpoint(block, policy=getattr(checkpoint_policies, policy))
     found = counted(run, arrays)
     assert found["stablehlo.dot_general"] == products, found
-    assert found["xentile_rms_norm_add_forward"] == 2 * norm, found
+    assert found["xentile_rms_norm_forward"] == norm, found
     assert found["xentile_activation_forward"] == activation, found
     check_alike(jax.grad(scalar(run))(arrays), jax.grad(scalar(block))(arrays))
 

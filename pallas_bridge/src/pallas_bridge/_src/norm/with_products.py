@@ -92,7 +92,8 @@ def rms_norm_linear(
             check_dtype(name, array, REFERENCE_TAKES_OTHERS)
     has_sum = residual is not None
     terms = [x, residual] if residual is not None else [x]
-    arrays = [weight, *terms, *(matrix.astype(x.dtype) for matrix in found)]
+    arrays = [weight, *terms]
+    arrays += [one if one.dtype == x.dtype else one.astype(x.dtype) for one in found]
     results = norm_and_multiply(options, has_sum, *vary_alike(arrays))
     return results if len(results) > 1 else results[0]
 
@@ -122,8 +123,11 @@ def norm_and_multiply(options: Options, has_sum: bool, *arrays: jax.Array) -> tu
 def _jvp(options: Options, has_sum: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
     weight, x, *others = primals
     matrices = others[1:] if has_sum else others
-    products, total, rstd = _forward(options, has_sum, *primals)
-    total, rstd = named_sum(total) if has_sum else total, named_sum(rstd)
+    # The sum apart from the norm, so that what a policy keeps of it is enough for the norm again.
+    if has_sum:
+        x = named_sum(reference.rounded(wide(x) + wide(others[0]), x.dtype).astype(x.dtype))
+    products, total, rstd = _forward(options, False, weight, x, *matrices)
+    rstd = named_sum(rstd)
     results = (*products, total) if has_sum else tuple(products)
     dweight, *rest = map(linear.given, tangents)
     count = 2 if has_sum else 1
