@@ -96,9 +96,9 @@ def op_by_op(program: Program, params: Any, mode: str) -> Callable[[Any], Any]:
     ]
 
     def loss(rest: Any, layers: Any, batch: Any) -> Any:
-        def in_turn(step: Any, carry: Any, _: Any) -> Any:
-            for layer in layers:
-                carry = step(carry, layer)
+        def in_turn(steps: Any, carry: Any, _: Any) -> Any:
+            for index, layer in enumerate(layers):
+                carry = steps[index % len(steps)](carry, layer)
             return carry
 
         with in_place_of("over_layers", in_turn):

@@ -145,7 +145,10 @@ def test_checkpoints_are_kept_to_the_newest(train: Runner, tmp_path: Path) -> No
         ("--norm_kernel apex", "--norm_kernel apex is unknown: choose from auto, baseline, ours"),
         ("--mlp_kernel apex", "--mlp_kernel apex is unknown: choose from auto, baseline, ours"),
         ("--attention_kernel apex", "apex is unknown: choose from auto, baseline, ours"),
-        ("--remat some", "--remat some is unknown: choose from none, selective, half, attention, full"),
+        (
+            "--remat some",
+            "--remat some is unknown: choose from none, selective, half, attention, full",
+        ),
         ("--dtype int8", "--dtype int8 is unknown: choose from bfloat16, float32"),
         ("--batch_size 0", "--batch_size 0 is too small: give 1 or more"),
         ("--context_length 1", "--context_length 1 is too small: give 2 or more"),

@@ -91,7 +91,7 @@ def over_layers(steps: Sequence[Any], carry: Any, layers: Any) -> Any:
 
     def turn(carry: Any, group: Any) -> tuple[Any, None]:
         for index, step in enumerate(steps):
-            carry = step(carry, group if count == 1 else jax.tree.map(lambda w: w[index], group))
+            carry = step(carry, group if count == 1 else layer_at(group, index))
         return carry, None
 
     groups = layers
@@ -101,8 +101,13 @@ def over_layers(steps: Sequence[Any], carry: Any, layers: Any) -> Any:
         )
     carry, _ = jax.lax.scan(turn, carry, groups)
     for index, layer in enumerate(range(whole * count, total)):
-        carry = steps[index](carry, jax.tree.map(lambda w: w[layer], layers))
+        carry = steps[index](carry, layer_at(layers, layer))
     return carry
+
+
+def layer_at(layers: Any, index: int) -> Any:
+    """The parameters of a layer, of some that are stacked along a first axis."""
+    return jax.tree.map(lambda stack: stack[index], layers)
 
 
 @dataclass(frozen=True)
@@ -112,21 +117,22 @@ class Kernels:
     norm: LayerKernel = "baseline"
     mlp: LayerKernel = "baseline"
     attention: LayerKernel = "baseline"
-    # Whether the backward pass is to compute again what is cheap to: `rms_norm_linear` and
-    # `gated_mlp` keep less than the functions that they are made of, which are faster where all is
-    # kept.
+    # Whether the backward pass computes again: `gated_mlp` keeps less than the functions that it is
+    # made of, which are faster where all is kept. And whether it is given the residual stream's
+    # sums, as `rms_norm_linear` wants.
     recomputes: bool = False
+    keeps_sums: bool = False
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich, 2019), of the last axis."""
 
     def __init__(
-        self, width: int, eps: float, kernel: LayerKernel, *, recomputes: bool = False
+        self, width: int, eps: float, kernel: LayerKernel, *, keeps_sums: bool = False
     ) -> None:
-        """Begins with a weight of ones, [width] float32; `recomputes` is that of `Kernels`."""
+        """Begins with a weight of ones, [width] float32; `keeps_sums` is that of `Kernels`."""
         self.weight = nnx.Param(jnp.ones(width))
-        self.eps, self.kernel, self.recomputes = eps, kernel, recomputes
+        self.eps, self.kernel, self.keeps_sums = eps, kernel, keeps_sums
 
     def __call__(self, x: Array) -> Array:
         """Normalises x [.., D]; in its dtype."""
@@ -151,7 +157,7 @@ class Norm(nnx.Module):
 
     def after_into(self, branch: Array, stream: Array, matrix: Array) -> tuple[Array, Array]:
         """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
-        if self.kernel == "ours" and self.recomputes:
+        if self.kernel == "ours" and self.keeps_sums:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
                     branch, self.weight[...], matrix, eps=self.eps, residual=stream
@@ -170,7 +176,7 @@ class Block(nnx.Module):
         normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
         self.of, self.kernels, norm = of, kernels, kernels.norm
-        self.norm1 = Norm(of.width, of.norm_eps, norm, recomputes=kernels.recomputes)
+        self.norm1 = Norm(of.width, of.norm_eps, norm, keeps_sums=kernels.keeps_sums)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
         self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
@@ -225,22 +231,26 @@ class Block(nnx.Module):
 
     def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
-        norm, kernels = self.norm2, self.kernels
-        if kernels.recomputes and kernels.mlp == "ours" and kernels.norm == "ours":
+        norm, is_ours = self.norm2, self.kernels.mlp == "ours" and self.kernels.recomputes
+        up, down = self.up[...].astype(branch.dtype), self.down[...].astype(branch.dtype)
+        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.gated_mlp(
                     branch,
-                    self.up[...].astype(branch.dtype),
+                    up,
                     None,
-                    self.down[...].astype(branch.dtype),
+                    down,
                     norm_weight=norm.weight[...],
                     residual=stream,
                     eps=norm.eps,
                 )
                 return both
         x, stream = norm.after(branch, stream)
+        if is_ours:
+            with jax.named_scope("projections"):
+                return pallas_bridge.gated_mlp(x, up, None, down), stream
         with jax.named_scope("projections"):
-            packed = x @ self.up[...].astype(x.dtype)
+            packed = x @ up
         with jax.named_scope("activation"):
             if self.kernels.mlp == "ours":
                 inner = pallas_bridge.swiglu(packed)
@@ -248,7 +258,7 @@ class Block(nnx.Module):
                 gate, up = jnp.split(packed, 2, axis=-1)
                 inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
-            return inner @ self.down[...].astype(x.dtype), stream
+            return inner @ down, stream
 
 
 class Transformer(nnx.Module):
@@ -267,7 +277,9 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
-        kernels = dataclasses.replace(kernels, recomputes=remat != "none")
+        kernels = dataclasses.replace(
+            kernels, recomputes=remat != "none", keeps_sums=remat not in ("none", "full")
+        )
         self.of, self.kernels, self.remat = of, kernels, remat
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))

@@ -190,9 +190,7 @@ def test_what_runs(arrays: Any) -> None:
         ("save_products", 9, 1, 2),
     ],
 )
-def test_policies(
-    arrays: Any, policy: str, products: int, activation: int, norm: int
-) -> None:
+def test_policies(arrays: Any, policy: str, products: int, activation: int, norm: int) -> None:
     """A block of both functions: sums that are kept leave nothing of norms to run again."""
 
     def block(of: Any) -> Any:

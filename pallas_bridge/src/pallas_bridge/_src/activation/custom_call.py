@@ -74,15 +74,11 @@ def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.
     return reference.gradients(options, [x], dy)
 
 
-def backward_with_y(
-    options: Options, x: jax.Array, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def backward_with_y(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the gradient of packed x, and y as `forward` does, in one pass over memory."""
     if not _has_kernel(options):
         return _dense_with_y(options, x, dy)
-    dx, y = _bind(
-        options, BACKWARD_WITH_Y, _dense_with_y, sharded_halves.backward_with_y, x, dy
-    )
+    dx, y = _bind(options, BACKWARD_WITH_Y, _dense_with_y, sharded_halves.backward_with_y, x, dy)
     return dx, y
 
 
