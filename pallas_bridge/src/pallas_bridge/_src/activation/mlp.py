@@ -218,9 +218,9 @@ def _in_turn(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns [D, 2F] of two matrices [D, F], column by column in turn, sharded as they are."""
     pairs = jnp.stack([gate, up], axis=-1)
     spec = spec_of(jax.typeof(gate))
-    placed = {"out_sharding": PartitionSpec(*spec)} if any(spec) else {}
-    packed: jax.Array = jnp.reshape(pairs, (gate.shape[0], 2 * gate.shape[1]), **placed)
-    return packed
+    # None where no explicit axis of a mesh shards the matrix.
+    placed: Any = PartitionSpec(*spec) if any(spec) else None
+    return jnp.reshape(pairs, (gate.shape[0], 2 * gate.shape[1]), out_sharding=placed)
 
 
 def _mlp(mlp: Mlp, *arrays: jax.Array) -> Any:
