@@ -192,7 +192,7 @@ def test_what_runs(arrays: Any) -> None:
     ],
 )
 def test_policies(arrays: Any, policy: str, products: int, activation: int, norm: int) -> None:
-    """A block of both functions: a norm runs again where the product after it does, and there alone.
+    """A block of both functions: a norm runs again only where the product after it does.
 
     Without its sums all norms do.
     """
