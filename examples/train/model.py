@@ -4,6 +4,7 @@ Parameters are float32; what is computed is in the dtype that the model is calle
 (`jax.named_scope`) name the parts of a step for breakdown.py.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,8 @@ Array = jax.Array
 LONGEST_MASK = 2048
 # What blocks keep for the backward pass, by `--remat`; "full" keeps their arguments alone.
 POLICIES: dict[Remat, Any] = {
-    "selective": checkpoint_policies.save_products,
-    "attention": checkpoint_policies.save_attention,
+    "selective": checkpoint_policies.save_products_and_sums,
+    "attention": checkpoint_policies.save_sums,
     "full": None,
 }
 
@@ -100,15 +101,22 @@ class Kernels:
     norm: LayerKernel = "baseline"
     mlp: LayerKernel = "baseline"
     attention: LayerKernel = "baseline"
+    # Whether the backward pass computes again: `gated_mlp` keeps less than the functions that it is
+    # made of, which are faster where all is kept. And whether it is given the residual stream's
+    # sums, as `rms_norm_linear` wants.
+    recomputes: bool = False
+    keeps_sums: bool = False
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich, 2019), of the last axis."""
 
-    def __init__(self, width: int, eps: float, kernel: LayerKernel) -> None:
-        """Begins with a weight of ones, [width] float32."""
+    def __init__(
+        self, width: int, eps: float, kernel: LayerKernel, *, keeps_sums: bool = False
+    ) -> None:
+        """Begins with a weight of ones, [width] float32; `keeps_sums` is that of `Kernels`."""
         self.weight = nnx.Param(jnp.ones(width))
-        self.eps, self.kernel = eps, kernel
+        self.eps, self.kernel, self.keeps_sums = eps, kernel, keeps_sums
 
     def __call__(self, x: Array) -> Array:
         """Normalises x [.., D]; in its dtype."""
@@ -131,6 +139,18 @@ class Norm(nnx.Module):
             total = branch + stream
         return self(total), total
 
+    def after_into(self, branch: Array, stream: Array, matrix: Array) -> tuple[Array, Array]:
+        """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
+        if self.kernel == "ours" and self.keeps_sums:
+            with jax.named_scope("projections"):
+                both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
+                    branch, self.weight[...], matrix, eps=self.eps, residual=stream
+                )
+                return both
+        x, stream = self.after(branch, stream)
+        with jax.named_scope("projections"):
+            return x @ matrix.astype(x.dtype), stream
+
 
 class Block(nnx.Module):
     """Attention and a gated feed-forward layer, each after a norm."""
@@ -140,7 +160,7 @@ class Block(nnx.Module):
         normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
         self.of, self.kernels, norm = of, kernels, kernels.norm
-        self.norm1 = Norm(of.width, of.norm_eps, norm)
+        self.norm1 = Norm(of.width, of.norm_eps, norm, keeps_sums=kernels.keeps_sums)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
         self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
@@ -155,24 +175,25 @@ class Block(nnx.Module):
         self, branch: Array, stream: Array, tables: tuple[Array, Array], within: Array | None
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
-        x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.attention(x, tables, within), stream)
-        return self.feed_forward(x), stream
+        qkv, stream = self.norm1.after_into(branch, stream, self.qkv[...])
+        return self.feed_forward(self.attention(qkv, tables, within), stream)
 
-    def attention(self, x: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
-        """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
+    def attention(self, qkv: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
+        """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
+
+        `qkv` [B, T, N] are queries, keys and values of all heads, still without bias.
+        """
         of = self.of
         with jax.named_scope("projections"):
-            qkv = x @ self.qkv[...].astype(x.dtype)
             if self.bias is not None:
-                qkv = qkv + self.bias[...].astype(x.dtype)
-            heads = qkv.reshape(*x.shape[:2], -1, of.head_width)
+                qkv = qkv + self.bias[...].astype(qkv.dtype)
+            heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
             q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
         q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
-            y: Array = mixed.reshape(*x.shape[:2], -1) @ self.out[...].astype(x.dtype)
+            y: Array = mixed.reshape(*qkv.shape[:2], -1) @ self.out[...].astype(qkv.dtype)
             return y
 
     def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -192,10 +213,28 @@ class Block(nnx.Module):
         with jax.named_scope("position"):
             return rotate(q, *tables), rotate(k, *tables)
 
-    def feed_forward(self, x: Array) -> Array:
-        """SwiGLU (Shazeer, 2020, arXiv:2002.05202) over x [B, T, D]."""
+    def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
+        """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
+        norm, is_ours = self.norm2, self.kernels.mlp == "ours" and self.kernels.recomputes
+        up, down = self.up[...].astype(branch.dtype), self.down[...].astype(branch.dtype)
+        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
+            with jax.named_scope("projections"):
+                both: tuple[Array, Array] = pallas_bridge.gated_mlp(
+                    branch,
+                    up,
+                    None,
+                    down,
+                    norm_weight=norm.weight[...],
+                    residual=stream,
+                    eps=norm.eps,
+                )
+                return both
+        x, stream = norm.after(branch, stream)
+        if is_ours:
+            with jax.named_scope("projections"):
+                return pallas_bridge.gated_mlp(x, up, None, down), stream
         with jax.named_scope("projections"):
-            packed = x @ self.up[...].astype(x.dtype)
+            packed = x @ up
         with jax.named_scope("activation"):
             if self.kernels.mlp == "ours":
                 inner = pallas_bridge.swiglu(packed)
@@ -203,8 +242,7 @@ class Block(nnx.Module):
                 gate, up = jnp.split(packed, 2, axis=-1)
                 inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
-            y: Array = inner @ self.down[...].astype(x.dtype)
-            return y
+            return inner @ down, stream
 
 
 class Transformer(nnx.Module):
@@ -224,6 +262,9 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
+        kernels = dataclasses.replace(
+            kernels, recomputes=remat != "none", keeps_sums=remat not in ("none", "full")
+        )
         self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))

@@ -57,6 +57,7 @@ def calls_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_bridge._src.linear_cross_entropy import library_plan
 
     monkeypatch.setattr(library_plan, "FEW_LOGITS", 0)
+    monkeypatch.setattr(library_plan, "FEW_TOKENS", 0)
 
 
 def keep_programs(folder: str | None) -> None:

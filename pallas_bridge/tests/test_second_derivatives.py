@@ -17,6 +17,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gelu", "squared_relu", "swiglu", "geglu", "reglu"), ("activation",)),
     **{name: (name,) for name in ("linear_cross_entropy", "flash_attention")},
     **{name: (name,) for name in ("rms_norm", "layer_norm")},
+    "gated_mlp": ("activation", "rms_norm"),
     # Composed of both.
     "qk_norm_rope": ("rms_norm", "rope"),
 }

@@ -67,6 +67,33 @@ impl<'a> Kernel<'a> {
         Ok(())
     }
 
+    /// Writes `dx` as [`backward`](Self::backward) does, and `y` as [`forward`](Self::forward) does.
+    ///
+    /// A task does one after the other over its run of entries, whose x is then in a cache.
+    ///
+    /// # Errors
+    /// An argument of another shape.
+    pub fn backward_with_y<E: Element>(
+        &self,
+        x: &[E],
+        dy: &[E],
+        dx: &mut [E],
+        y: &mut [E],
+    ) -> Result<()> {
+        for (name, length) in [("x", x.len()), ("dx", dx.len())] {
+            self.shape.check_packed(self.options.layout, name, length)?;
+        }
+        for (name, length) in [("dy", dy.len()), ("y", y.len())] {
+            self.shape.check(name, length)?;
+        }
+        let (of_dx, of_y) = (self.arrays(x, Some(dy), dx), self.arrays(x, None, y));
+        self.run(size_of::<E>(), &|first, end| {
+            (Passes::get().backward)(self.launch.isa, Backward { arrays: &of_dx, first, end });
+            (Passes::get().forward)(self.launch.isa, Forward { arrays: &of_y, first, end });
+        });
+        Ok(())
+    }
+
     fn arrays<E>(&self, x: &[E], dy: Option<&[E]>, result: &mut [E]) -> Arrays<E> {
         Arrays {
             options: self.options,

@@ -19,6 +19,7 @@ struct ActivationArguments {
   const void* x;   // [rows, columns], or twice as many columns where two arrays are packed
   const void* dy;  // [rows, columns]; backward alone reads it
   void* result;    // y [rows, columns], or dx in the shape of x
+  void* y;         // [rows, columns]; a backward pass that recomputes y alone writes it
   int64_t rows;
   int64_t columns;
   float alpha;
@@ -112,12 +113,8 @@ struct Gated {
   }
 };
 
-// What a number of x, or two, come to: y, or dx.
-template <uint32_t kKind, bool kBackward>
-__device__ inline float of_one(const ActivationArguments& a, float x, float dy) {
-  const At f = at<kKind>(x, a.alpha);
-  return kBackward ? dy * f.slope : f.value;
-}
+// Which arrays a pass writes: y, dx, or both.
+enum class Writes { kY, kDx, kDxAndY };
 
 template <uint32_t kKind, class Arguments>
 __device__ inline float gated(const Arguments& a, float gate, float up) {
@@ -125,13 +122,19 @@ __device__ inline float gated(const Arguments& a, float gate, float up) {
   return at<kKind>(both.gate, a.alpha).value * both.up;
 }
 
+struct GatedGradient {
+  float gate;
+  float up;
+  float y;  // that of the forward pass, bit by bit
+};
+
 template <uint32_t kKind>
-__device__ inline float2 gated_gradient(const ActivationArguments& a, float gate, float up,
-                                        float dy) {
+__device__ inline GatedGradient gated_gradient(const ActivationArguments& a, float gate, float up,
+                                               float dy) {
   const Gated both(a, gate, up);
   const At f = at<kKind>(both.gate, a.alpha);
-  return make_float2(both.gate_is_within ? dy * both.up * f.slope : 0.0f,
-                     both.up_is_within ? dy * f.value : 0.0f);
+  return {both.gate_is_within ? dy * both.up * f.slope : 0.0f,
+          both.up_is_within ? dy * f.value : 0.0f, f.value * both.up};
 }
 
 // The numbers of two vectors in turn, as they lie in memory; and back.
@@ -159,8 +162,10 @@ __device__ inline void to_turns(const float (&even)[kPer], const float (&odd)[kP
   }
 }
 
-template <class E, Packing kPacking, bool kBackward, uint32_t kKind>
+template <class E, Packing kPacking, Writes kWrites, uint32_t kKind>
 struct Pass {
+  static constexpr bool kBackward = kWrites != Writes::kY;
+  static constexpr bool kWithY = kWrites == Writes::kDxAndY;
   static constexpr int kPer = kPerVector<E>;
   static constexpr bool kPairs = kPacking != Packing::kSingle;
 
@@ -192,12 +197,17 @@ struct Pass {
     unpack<E>(unit.x[0], x);
     if constexpr (kBackward) unpack<E>(unit.dy, dy);
     uint4* result = static_cast<uint4*>(a.result);
+    uint4* y_again = static_cast<uint4*>(a.y);
     if constexpr (!kPairs) {
+      float value[kPer];
 #pragma unroll
       for (int i = 0; i < kPer; ++i) {
-        out[i] = of_one<kKind, kBackward>(a, x[i], kBackward ? dy[i] : 0.0f);
+        const At f = at<kKind>(x[i], a.alpha);
+        value[i] = f.value;
+        out[i] = kBackward ? dy[i] * f.slope : f.value;
       }
       __stcs(result + place.y, pack<E>(out));
+      if constexpr (kWithY) __stcs(y_again + place.y, pack<E>(value));
     } else {
       float gate[kPer], up[kPer], second[kPer];
       unpack<E>(unit.x[1], second);
@@ -217,10 +227,12 @@ struct Pass {
       } else {
 #pragma unroll
         for (int i = 0; i < kPer; ++i) {
-          const float2 both = gated_gradient<kKind>(a, gate[i], up[i], dy[i]);
-          gate[i] = both.x;
-          up[i] = both.y;
+          const GatedGradient both = gated_gradient<kKind>(a, gate[i], up[i], dy[i]);
+          gate[i] = both.gate;
+          up[i] = both.up;
+          dy[i] = both.y;
         }
+        if constexpr (kWithY) __stcs(y_again + place.y, pack<E>(dy));
         if constexpr (kPacking == Packing::kInterleaved) {
           to_turns<kPer>(gate, up, out, second);
           __stcs(result + place.x, pack<E>(out));
@@ -233,20 +245,24 @@ struct Pass {
     }
   }
 
-  // The entry of y at `index`, whose gate lies at `at` in x.
-  __device__ void one(int64_t index, int64_t at, int64_t apart) const {
+  // The entry of y at `index`, whose gate lies at `start` in x.
+  __device__ void one(int64_t index, int64_t start, int64_t apart) const {
     const E* x = static_cast<const E*>(a.x);
     E* result = static_cast<E*>(a.result);
     const float dy = kBackward ? to_float(static_cast<const E*>(a.dy)[index]) : 0.0f;
-    const float gate = to_float(x[at]);
+    const float gate = to_float(x[start]);
+    E* y_again = static_cast<E*>(a.y);
     if constexpr (!kPairs) {
-      result[index] = from_float<E>(of_one<kKind, kBackward>(a, gate, dy));
+      const At f = at<kKind>(gate, a.alpha);
+      result[index] = from_float<E>(kBackward ? dy * f.slope : f.value);
+      if constexpr (kWithY) y_again[index] = from_float<E>(f.value);
     } else if constexpr (!kBackward) {
-      result[index] = from_float<E>(gated<kKind>(a, gate, to_float(x[at + apart])));
+      result[index] = from_float<E>(gated<kKind>(a, gate, to_float(x[start + apart])));
     } else {
-      const float2 both = gated_gradient<kKind>(a, gate, to_float(x[at + apart]), dy);
-      result[at] = from_float<E>(both.x);
-      result[at + apart] = from_float<E>(both.y);
+      const GatedGradient both = gated_gradient<kKind>(a, gate, to_float(x[start + apart]), dy);
+      result[start] = from_float<E>(both.gate);
+      result[start + apart] = from_float<E>(both.up);
+      if constexpr (kWithY) y_again[index] = from_float<E>(both.y);
     }
   }
 
@@ -310,19 +326,19 @@ struct Pass {
   }
 };
 
-template <class E, Packing kPacking, bool kBackward>
+template <class E, Packing kPacking, Writes kWrites>
 __device__ inline void run(const ActivationArguments& a) {
   switch (a.kind) {
     case kActivationSilu:
-      return Pass<E, kPacking, kBackward, kActivationSilu>{a}.run();
+      return Pass<E, kPacking, kWrites, kActivationSilu>{a}.run();
     case kActivationGeluTanh:
-      return Pass<E, kPacking, kBackward, kActivationGeluTanh>{a}.run();
+      return Pass<E, kPacking, kWrites, kActivationGeluTanh>{a}.run();
     case kActivationGeluErf:
-      return Pass<E, kPacking, kBackward, kActivationGeluErf>{a}.run();
+      return Pass<E, kPacking, kWrites, kActivationGeluErf>{a}.run();
     case kActivationRelu:
-      return Pass<E, kPacking, kBackward, kActivationRelu>{a}.run();
+      return Pass<E, kPacking, kWrites, kActivationRelu>{a}.run();
     default:
-      return Pass<E, kPacking, kBackward, kActivationSquaredRelu>{a}.run();
+      return Pass<E, kPacking, kWrites, kActivationSquaredRelu>{a}.run();
   }
 }
 

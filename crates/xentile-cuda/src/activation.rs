@@ -3,7 +3,7 @@
 mod arguments;
 
 use std::ffi::c_void;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use arguments::{Arguments, BATCH, GELU_ERF, GELU_TANH, RELU, SILU, SQUARED_RELU, THREADS};
 use xentile::DType;
@@ -21,7 +21,15 @@ pub struct Pass {
     options: Activation,
     shape: ActivationShape,
     dtype: DType,
-    is_backward: bool,
+    writes: Writes,
+}
+
+/// Which arrays a pass writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Writes {
+    Y,
+    Dx,
+    DxAndY,
 }
 
 impl Pass {
@@ -31,7 +39,7 @@ impl Pass {
     /// An option outside its range.
     pub fn forward(options: Activation, shape: ActivationShape, dtype: DType) -> Result<Self> {
         options.validate()?;
-        Ok(Self { options, shape, dtype, is_backward: false })
+        Ok(Self { options, shape, dtype, writes: Writes::Y })
     }
 
     /// The backward pass.
@@ -39,7 +47,19 @@ impl Pass {
     /// # Errors
     /// As for [`Self::forward`].
     pub fn backward(options: Activation, shape: ActivationShape, dtype: DType) -> Result<Self> {
-        Ok(Self { is_backward: true, ..Self::forward(options, shape, dtype)? })
+        Ok(Self { writes: Writes::Dx, ..Self::forward(options, shape, dtype)? })
+    }
+
+    /// The backward pass that writes y too, as the forward pass did.
+    ///
+    /// # Errors
+    /// As for [`Self::forward`].
+    pub fn backward_with_y(
+        options: Activation,
+        shape: ActivationShape,
+        dtype: DType,
+    ) -> Result<Self> {
+        Ok(Self { writes: Writes::DxAndY, ..Self::forward(options, shape, dtype)? })
     }
 
     /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
@@ -55,7 +75,7 @@ impl Pass {
     }
 
     /// Has `stream` write y from `x`, or, of a backward pass, dx from `x` and `dy`, which is null
-    /// elsewhere.
+    /// elsewhere. `y` is null but for [`Self::backward_with_y`], which writes it.
     ///
     /// # Errors
     /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
@@ -70,12 +90,16 @@ impl Pass {
         x: *const c_void,
         dy: *const c_void,
         result: *mut c_void,
+        y: *mut c_void,
     ) -> Result<()> {
         if self.shape.elements() == 0 {
             return Ok(());
         }
-        let dy = if self.is_backward { dy } else { null() };
-        for (name, address) in [("x", x), ("dy", dy), ("the result", result.cast_const())] {
+        let dy = if self.writes == Writes::Y { null() } else { dy };
+        let y = if self.writes == Writes::DxAndY { y } else { null_mut() };
+        for (name, address) in
+            [("x", x), ("dy", dy), ("the result", result.cast_const()), ("y", y.cast_const())]
+        {
             check_alignment(name, address)?;
         }
         // SAFETY: passed on from this function's contract.
@@ -97,6 +121,7 @@ impl Pass {
             x,
             dy,
             result,
+            y,
             rows: self.shape.rows() as i64,
             columns: self.shape.columns() as i64,
             alpha: alpha as f32,
@@ -117,7 +142,11 @@ impl Pass {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
-        let pass = if self.is_backward { "backward" } else { "forward" };
+        let pass = match self.writes {
+            Writes::Y => "forward",
+            Writes::Dx => "backward",
+            Writes::DxAndY => "backward_with_y",
+        };
         let name = format!("activation_{pass}_{}_{}", self.options.layout, self.dtype);
         // SAFETY: passed on from this function's contract.
         unsafe { library::kept_kernel(&name, Device::current()?, stream) }

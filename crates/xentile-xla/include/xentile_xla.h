@@ -138,6 +138,13 @@ struct XLA_FFI_Error* xentile_activation_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_activation_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_activation_backward_with_y: dx, and y as forward gives it, for a product's gradient
+ * that reads y: y need not be kept. (x, dy) -> (dx, y). */
+struct XLA_FFI_Error* xentile_activation_backward_with_y_host(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_with_y_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_activation_backward_with_y_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_causal_conv1d_forward: The causal depthwise convolution of sequences along T, and SiLU
  * of it on request. (x, weight, bias, initial_state, segment_ids) -> (y). */
 struct XLA_FFI_Error* xentile_causal_conv1d_forward_host(struct XLA_FFI_CallFrame* call_frame);

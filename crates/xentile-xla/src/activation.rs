@@ -27,7 +27,7 @@ const ATTRIBUTES: &[AttributeDecl] = &[
     attribute("limit", Range::Positive).absent("none"),
 ];
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, BACKWARD_WITH_Y];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_activation_forward",
@@ -45,6 +45,16 @@ pub(crate) const BACKWARD: Declaration = Declaration {
     results: &[gradient("dx", "", Dtype::Like("x")).by(PACKED)],
     attributes: &[ATTRIBUTES],
     ..Declaration::BASE
+};
+
+pub(crate) const BACKWARD_WITH_Y: Declaration = Declaration {
+    name: c"xentile_activation_backward_with_y",
+    summary: "dx, and y as forward gives it, for a product's gradient that reads y: y need not be kept.",
+    results: &[
+        gradient("dx", "", Dtype::Like("x")).by(PACKED),
+        output("y", "*batch F", Dtype::Like("x")),
+    ],
+    ..BACKWARD
 };
 
 /// The attributes of every target of activations, each within its range.
@@ -110,6 +120,14 @@ pub(crate) fn shape(
     // An empty axis first, because the others alone may multiply to more than fits.
     let rows = if dims.contains(&0) { 0 } else { leading.iter().product() };
     ActivationShape::new(rows, columns).map_err(|error| invalid(format_args!("`{of}` has {error}")))
+}
+
+/// Checks that y `[.., F]` has the shape of dy.
+pub(crate) fn check_y(dims: &[usize], of_dy: &[usize]) -> Result<()> {
+    if dims == of_dy {
+        return Ok(());
+    }
+    Err(invalid(format_args!("`y` has shape {dims:?}; it must be {of_dy:?}, as `dy`")))
 }
 
 pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {

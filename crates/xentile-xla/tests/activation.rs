@@ -9,7 +9,11 @@ use xentile_cpu::{Isa, Threads};
 use xla_ffi::testing::{Array, Call};
 use xla_ffi::{DType, abi};
 
-const TARGETS: [&str; 2] = ["xentile_activation_forward", "xentile_activation_backward"];
+const TARGETS: [&str; 3] = [
+    "xentile_activation_forward",
+    "xentile_activation_backward",
+    "xentile_activation_backward_with_y",
+];
 
 fn handler(target: &str) -> abi::Handler {
     let mut entries = xentile_xla::targets().iter();
@@ -38,7 +42,11 @@ fn call(target: &str, options: Activation) -> (Call, Vec<bf16>, Vec<bf16>) {
         (vec![Array::of(packed, &x)], vec![Array::new(DType::Bf16, &[3, 5])])
     } else {
         let arguments = vec![Array::of(packed, &x), Array::of(&[3, 5], &dy)];
-        (arguments, vec![Array::new(DType::Bf16, packed)])
+        let mut results = vec![Array::new(DType::Bf16, packed)];
+        if target == TARGETS[2] {
+            results.push(Array::new(DType::Bf16, &[3, 5]));
+        }
+        (arguments, results)
     };
     let call = Call::new(arguments, results)
         .scalar("alpha", options.alpha)
@@ -78,6 +86,10 @@ fn values_are_those_of_the_kernels() {
                 let (mut backward, ..) = call(TARGETS[1], options);
                 backward.call(handler(TARGETS[1])).unwrap();
                 assert_eq!(backward.results[0].values::<bf16>(), dx, "{options:?}");
+                let (mut both, ..) = call(TARGETS[2], options);
+                both.call(handler(TARGETS[2])).unwrap();
+                assert_eq!(both.results[0].values::<bf16>(), dx, "{options:?}");
+                assert_eq!(both.results[1].values::<bf16>(), y, "{options:?}");
             }
         }
     }
@@ -119,4 +131,6 @@ fn what_is_wrong_is_named() {
     let scalar = |call: &mut Call| call.results[0] = Array::new(DType::Bf16, &[]);
     refused(TARGETS[0], halves, scalar, "`y` has shape []; it must have an axis at least");
     refused(TARGETS[1], halves, swap(1, DType::F16, &[3, 5]), "`dy`");
+    let narrow = |call: &mut Call| call.results[1] = Array::new(DType::Bf16, &[3, 4]);
+    refused(TARGETS[2], halves, narrow, "`y` has shape [3, 4]; it must be [3, 5], as `dy`");
 }

@@ -27,6 +27,7 @@ except ImportError:
 from . import checkpoint_policies, generation, losses, nn, optax
 from ._src import library
 from ._src.activation.api import geglu, gelu, reglu, squared_relu, swiglu
+from ._src.activation.mlp import gated_mlp
 from ._src.causal_conv1d.api import causal_conv1d
 from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
@@ -51,6 +52,7 @@ from ._src.linear_cross_entropy.api import (
 )
 from ._src.linear_cross_entropy.plan import Plan
 from ._src.norm.api import layer_norm, rms_norm
+from ._src.norm.with_products import rms_norm_linear
 from ._src.rope.api import rope
 from ._src.rope.qk_norm import qk_norm_rope
 from ._src.rope.scaling import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
@@ -76,6 +78,7 @@ __all__ = [
     "fp8_dequantize",
     "fp8_quantize",
     "gated_delta_rule",
+    "gated_mlp",
     "geglu",
     "gelu",
     "generation",
@@ -96,6 +99,7 @@ __all__ = [
     "ring_attention",
     "rms_norm",
     "rms_norm_fp8",
+    "rms_norm_linear",
     "rope",
     "squared_relu",
     "swiglu",

@@ -8,6 +8,7 @@ mirror! {
         x: *const c_void,
         dy: *const c_void,
         result: *mut c_void,
+        y: *mut c_void,
         rows: i64,
         columns: i64,
         alpha: f32,

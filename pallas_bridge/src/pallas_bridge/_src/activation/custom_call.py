@@ -20,12 +20,13 @@ from .declaration import OPERATION
 from .options import Options
 
 FORWARD, BACKWARD = "xentile_activation_forward", "xentile_activation_backward"
+BACKWARD_WITH_Y = "xentile_activation_backward_with_y"
 (COLUMNS,) = declared(FORWARD).dims("y")
 
 
 def _bind(
     options: Options, target: str, dense: Any, on_shards: Any, *arrays: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     is_halves = options.layout == "halves"
     call = declared_call(
         OPERATION,
@@ -44,7 +45,7 @@ def _bind(
         dense=Bound(dense, options),
         variant=f"{options.kind} {options.layout}",
     )
-    return bind(call, *arrays)[0]
+    return bind(call, *arrays)
 
 
 def _has_kernel(options: Options) -> bool:
@@ -55,7 +56,7 @@ def forward(options: Options, *arrays: jax.Array) -> jax.Array:
     """Returns y of x, or of gate and up."""
     if not _has_kernel(options):
         return reference.forward(options, *arrays)
-    return _bind(options, FORWARD, _dense, sharded_halves.forward, *arrays)
+    return _bind(options, FORWARD, _dense, sharded_halves.forward, *arrays)[0]
 
 
 def _dense(options: Options, x: jax.Array) -> tuple[jax.Array]:
@@ -66,11 +67,26 @@ def backward(options: Options, arrays: Sequence[jax.Array], dy: jax.Array) -> tu
     """Returns the gradient of x, or those of gate and up."""
     if not _has_kernel(options):
         return reference.gradients(options, arrays, dy)
-    return (_bind(options, BACKWARD, _dense_backward, sharded_halves.backward, *arrays, dy),)
+    return _bind(options, BACKWARD, _dense_backward, sharded_halves.backward, *arrays, dy)
 
 
 def _dense_backward(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
     return reference.gradients(options, [x], dy)
+
+
+def backward_with_y(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of packed x, and y as `forward` does, in one pass over memory."""
+    if not _has_kernel(options):
+        return _dense_with_y(options, x, dy)
+    dx, y = _bind(options, BACKWARD_WITH_Y, _dense_with_y, sharded_halves.backward_with_y, x, dy)
+    return dx, y
+
+
+def _dense_with_y(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Otherwise XLA would merge y with that of the forward pass, and keep it until here.
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    y, pull = jax.vjp(Bound(reference.forward, options), x)
+    return *pull(dy), y
 
 
 def activation(options: Options, *arrays: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from ..bound import Bound
 from ..meshes import Names
 from . import reference
 from .options import Options
@@ -25,6 +26,15 @@ def backward(options: Options, axes: Names, x: jax.Array, dy: jax.Array) -> tupl
     options = replace(options, layout="apart")
     gate, up = reference.gradients(options, _to_pairs(axes, x), dy)
     return (_to_blocks(axes, gate, up),)
+
+
+def backward_with_y(
+    options: Options, axes: Names, x: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of a device's own x, and y [.., F / n]."""
+    options = replace(options, layout="apart")
+    y, pull = jax.vjp(Bound(reference.forward, options), *_to_pairs(axes, x))
+    return _to_blocks(axes, *pull(dy)), y
 
 
 def rounds(count: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import linear
 from ..arrays import wide
@@ -17,6 +18,8 @@ from ..targets import declared
 from . import reference
 from .options import Options
 
+# What policies of `jax.checkpoint` call sums with the residual stream, and rstd.
+SUM_NAME = "rms_norm_sum"
 # A row per token, a scalar per token, and an array that all tokens share.
 ROWS, TOKENS, COLUMNS = declared("xentile_rms_norm_forward").dims("x", "rstd", "weight")
 
@@ -134,6 +137,9 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     found, named = forward(options, *primals), options.operation.named
     # x itself is among them where there is no residual: with a name it would be kept twice.
     results = tuple(one if one is x else named(one) for one in found)
+    if options.kind == "rms":
+        y, total, rstd = results
+        results = (y, total if total is x else named_sum(total), named_sum(rstd))
     _, normalised, rstd = results
     statistics: tuple[jax.Array, ...] = (rstd,)
     if options.kind == "layer":
@@ -145,6 +151,12 @@ def _norm_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, Any]:
     dims = ((ROWS, COLUMNS, *[TOKENS] * len(statistics)), (ROWS, COLUMNS, COLUMNS))
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     return results, tuple(linear.bind(apply, transpose, residuals, moving, results, dims))
+
+
+def named_sum(result: jax.Array) -> jax.Array:
+    """Returns a sum of RMSNorm, or rstd, under a name of its own for `jax.checkpoint`."""
+    found: jax.Array = checkpoint_name(result, SUM_NAME)
+    return found
 
 
 def _apply(options: Options, residuals: Any, tangents: Any) -> tuple[jax.Array, ...]:
