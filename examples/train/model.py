@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 import pallas_bridge
 from pallas_bridge import checkpoint_policies
 
-from .config import LayerKernel, Model, Remat
+from .config import Hybrid, LayerKernel, Model, Remat
+from .mixers import GatedDeltaNet, Mamba2, MixerParts
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -88,6 +89,8 @@ class Kernels:
     norm: LayerKernel = "baseline"
     mlp: LayerKernel = "baseline"
     attention: LayerKernel = "baseline"
+    linear_attention: LayerKernel = "baseline"
+    conv: LayerKernel = "baseline"
 
 
 class Norm(nnx.Module):
@@ -125,27 +128,44 @@ class Block(nnx.Module):
 
     def __init__(self, of: Model, kernels: Kernels, rngs: nnx.Rngs) -> None:
         """Begins with random numbers, smaller where they add to the residual stream."""
-        normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
-        q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
+        normal, deep = initializers(of)
         self.of, self.kernels, norm = of, kernels, kernels.norm
         self.norm1 = Norm(of.width, of.norm_eps, norm)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
+        self.make_mixer(rngs)
+        # Gate and up, packed.
+        self.up = nnx.Param(normal(rngs(), (of.width, 2 * of.ffn)))
+        self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
+
+    def make_mixer(self, rngs: nnx.Rngs) -> None:
+        """Begins what mixes tokens: attention."""
+        of, norm = self.of, self.kernels.norm
+        normal, deep = initializers(of)
+        q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
         self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
         self.q_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.k_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.out = nnx.Param(deep(rngs(), (q, of.width)))
-        # Gate and up, packed.
-        self.up = nnx.Param(normal(rngs(), (of.width, 2 * of.ffn)))
-        self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def __call__(
-        self, branch: Array, stream: Array, tables: tuple[Array, Array], within: Array | None
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.attention(x, tables, within), stream)
+        x, stream = self.norm2.after(self.mix(x, tables, within, segments), stream)
         return self.feed_forward(x), stream
+
+    def mix(
+        self, x: Array, tables: tuple[Array, Array], within: Array | None, segments: Array | None
+    ) -> Array:
+        """Mixes the tokens of x [B, T, D]."""
+        return self.attention(x, tables, within)
 
     def attention(self, x: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
@@ -195,11 +215,50 @@ class Block(nnx.Module):
             return y
 
 
+class DeltaBlock(Block):
+    """Gated DeltaNet and a gated feed-forward layer, each after a norm."""
+
+    def make_mixer(self, rngs: nnx.Rngs) -> None:
+        """Begins what mixes tokens: gated DeltaNet."""
+        self.mixer = GatedDeltaNet(mixer_parts(self.of, self.kernels), rngs)
+
+    def mix(
+        self, x: Array, tables: tuple[Array, Array], within: Array | None, segments: Array | None
+    ) -> Array:
+        """Mixes the tokens of x [B, T, D] within segments."""
+        return self.mixer(x, segments)
+
+
+class MambaBlock(nnx.Module):
+    """Mamba-2 after a norm."""
+
+    def __init__(self, of: Model, kernels: Kernels, rngs: nnx.Rngs) -> None:
+        """Begins as the mixer does, with a norm of ones."""
+        self.norm1 = Norm(of.width, of.norm_eps, kernels.norm)
+        self.mixer = Mamba2(mixer_parts(of, kernels), rngs)
+
+    def __call__(
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """As `Block`; the recurrence needs neither positions nor the reach of attention."""
+        x, stream = self.norm1.after(branch, stream)
+        return self.mixer(x, segments), stream
+
+
+BLOCK_TYPES: dict[str, type[Block] | type[MambaBlock]] = {"M": MambaBlock, "D": DeltaBlock, "A": Block}
+
+
 class Transformer(nnx.Module):
     """The decoder up to its hidden states; losses.py multiplies these with the head.
 
     The blocks' parameters are stacked along a first axis, and `over_layers` goes over them by
-    `jax.lax.scan`, so that XLA compiles one block whatever their number.
+    `jax.lax.scan`, so that XLA compiles one block whatever their number. Of a hybrid, `blocks` has
+    those of each letter of the pattern, and a step of the scan goes over the pattern once.
     """
 
     def __init__(
@@ -213,8 +272,17 @@ class Transformer(nnx.Module):
         """Begins with random numbers; `remat` is what the backward pass computes again."""
         self.of, self.kernels, self.remat = of, kernels, remat
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
-        make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
-        self.blocks = make(rngs)
+        # As many times as the pattern is repeated.
+        times = of.layers if of.hybrid is None else of.layers // len(of.hybrid.pattern)
+
+        def stacked(block: Any) -> Any:
+            return nnx.split_rngs(splits=times)(nnx.vmap(partial(block, of, kernels)))(rngs)
+
+        self.blocks = (
+            stacked(Block)
+            if of.hybrid is None
+            else nnx.Dict({name: stacked(BLOCK_TYPES[name[-1]]) for name in block_names(of.hybrid)})
+        )
         self.norm = Norm(of.width, of.norm_eps, kernels.norm)
         head = None if of.tied else nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         self.untied = head
@@ -251,19 +319,48 @@ class Transformer(nnx.Module):
                 x = jax.lax.with_sharding_constraint(x, tokens)
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
-        block, parameters = nnx.split(self.blocks)
+        hybrid = self.of.hybrid
+        kinds = [self.blocks] if hybrid is None else [self.blocks[of] for of in block_names(hybrid)]
+        blocks, states = zip(*map(nnx.split, kinds), strict=True)
         # Matrices are rounded once a step, and not wherever a block is computed.
-        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
+        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, states)
 
-        def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within)
-            return found
+        def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+            def run(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+                found: tuple[Array, Array] = nnx.merge(block, layer)(
+                    *carry, tables, within, segments
+                )
+                return found
 
-        if self.remat != "none":
-            step = jax.checkpoint(step, policy=POLICIES[self.remat])
+            if self.remat != "none":
+                run = jax.checkpoint(run, policy=POLICIES[self.remat])
+            return run(carry, layer)
+
+        def step(carry: tuple[Array, Array], layers: Any) -> tuple[Array, Array]:
+            for block, layer in zip(blocks, layers, strict=True):
+                carry = call(block, carry, layer)
+            return carry
+
         branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
+
+
+def block_names(of: Hybrid) -> list[str]:
+    """Names of a pattern's blocks, such as `00M` of its first."""
+    return [f"{index:02}{letter}" for index, letter in enumerate(of.pattern)]
+
+
+def mixer_parts(of: Model, kernels: Kernels) -> MixerParts:
+    """What mixers without attention take of a model."""
+    normal, deep = initializers(of)
+    make_norm = partial(Norm, eps=of.norm_eps, kernel=kernels.norm)
+    return MixerParts(of, make_norm, normal, deep, kernels.linear_attention, kernels.conv)
+
+
+def initializers(of: Model) -> tuple[Any, Any]:
+    """Of matrices, and of those that add to the residual stream, whose numbers are smaller."""
+    return initializer(), initializer(1 / math.sqrt(2 * of.layers))
 
 
 def initializer(scale: float = 1.0) -> Any:
