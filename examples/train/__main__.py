@@ -43,6 +43,10 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--norm_kernel", default=default.norm_kernel, help=f"RMSNorm: {layer}")
     add("--mlp_kernel", default=default.mlp_kernel, help=f"SwiGLU: {layer}")
     add("--attention_kernel", default=default.attention_kernel, help=f"attention: {layer}")
+    linear = f"linear attention and the delta rule of a hybrid: {layer}"
+    add("--linear_attention_kernel", default=default.linear_attention_kernel, help=linear)
+    add("--conv_kernel", default=default.conv_kernel, help=f"convolution of a hybrid: {layer}")
+    add("--block_pattern", help="blocks of a hybrid, such as MDMA: Mamba-2, DeltaNet, attention")
     add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
     add("--learning_rate", type=float, default=default.learning_rate)
     remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"

@@ -25,8 +25,8 @@ Array = jax.Array
 # of Mamba-2 (Dao and Gu, 2024) and gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024).
 STEPS = (1e-3, 1e-1)
 MAMBA_RATES = (1.0, 16.0)
-# There 0 to 16; the logarithm of 0 would stay.
-DELTA_RATES = (1e-3, 16.0)
+# There from 0; from 0.01 in Qwen3-Next, as a logarithm of 0 would stay.
+DELTA_RATES = (1e-2, 16.0)
 # The backward pass keeps the arguments alone. Blocks run in a scan, across which XLA merges nothing.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
@@ -61,7 +61,7 @@ class Mamba2(nnx.Module):
 
         x, B, C  = silu(conv(u W_inner)),  z = u W_gate,  dt = softplus(u W_steps + dt_bias)
         S_t      = exp(-A dt_t) S_{t-1} + B_t (dt_t x_t)',  y_t = S_t' C_t + skip x_t
-        result   = norm(y silu(z)) W_out
+        result   = norm(y silu(z)) W_out                         where the norm is of each group
     """
 
     def __init__(self, parts: MixerParts, rngs: nnx.Rngs) -> None:
@@ -79,7 +79,10 @@ class Mamba2(nnx.Module):
         self.dt_bias = nnx.Param(step_bias(rngs(), heads))
         self.log_rate = nnx.Param(log_rates(rngs(), heads, MAMBA_RATES))
         self.skip = nnx.Param(jnp.ones(heads))
-        self.norm = parts.norm(inner)
+        # Of each group its own, as the authors have it.
+        self.norms = nnx.Dict(
+            {str(group): parts.norm(inner // of.ssm_groups) for group in range(of.ssm_groups)}
+        )
         self.out = nnx.Param(parts.deep(rngs(), (inner, width)))
 
     def __call__(self, u: Array, segments: Array | None = None) -> Array:
@@ -108,7 +111,10 @@ class Mamba2(nnx.Module):
             )
         with jax.named_scope("gates"):
             y = skipped_and_gated(y, x, self.skip[...], z)
-        y = self.norm(y)
+        split = jnp.split(y, of.ssm_groups, axis=-1)
+        y = jnp.concatenate(
+            [self.norms[str(group)](one) for group, one in enumerate(split)], axis=-1
+        )
         with jax.named_scope("projections"):
             result: Array = y @ self.out[...].astype(u.dtype)
             return result
