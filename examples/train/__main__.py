@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     default = Options()
     parser = Parser(
         prog="train",
-        description="Trains a decoder-only transformer on real text.",
+        description="Trains a decoder-only transformer, or a hybrid, on real text.",
         epilog="Exit codes: 0 finished, 1 memory or disk has no room, 2 bad input, 130 Ctrl-C.",
         allow_abbrev=False,
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # docs/how-to/frameworks.md in MaxText, Levanter, EasyDeL and Tunix, each in an environment with the JAX that it
-# takes, and text generation and layers of hybrids beside those of Transformers. What they depend on in turn is hundreds of
-# packages: those of one day, which uv picks.
+# takes, and text generation and layers of hybrids beside those of Transformers. What they depend on in turn is
+# hundreds of packages: those of one day, which uv picks.
 source scripts/tiers/common.sh
 source scripts/jax_environment.sh
 
