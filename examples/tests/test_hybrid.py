@@ -22,7 +22,8 @@ STEPS = 4
 SPREAD = 2e-4
 TEST = PRESETS["hybrid-test"].model
 BASELINE: dict[str, Any] = {
-    f"{part}_kernel": "baseline" for part in ("norm", "mlp", "attention", "linear_attention", "conv")
+    f"{part}_kernel": "baseline"
+    for part in ("norm", "mlp", "attention", "linear_attention", "conv")
 } | {"ce_kernel_type": "baseline"}
 
 

@@ -27,7 +27,7 @@ STEPS = (1e-3, 1e-1)
 MAMBA_RATES = (1.0, 16.0)
 # There from 0; from 0.01 in Qwen3-Next, as a logarithm of 0 would stay.
 DELTA_RATES = (1e-2, 16.0)
-# The backward pass keeps the arguments alone. Blocks run in a scan, across which XLA merges nothing.
+# The backward pass keeps the arguments alone. Blocks run in a scan, across which XLA merges none.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -62,6 +62,8 @@ class Mamba2(nnx.Module):
         x, B, C  = silu(conv(u W_inner)),  z = u W_gate,  dt = softplus(u W_steps + dt_bias)
         S_t      = exp(-A dt_t) S_{t-1} + B_t (dt_t x_t)',  y_t = S_t' C_t + skip x_t
         result   = norm(y silu(z)) W_out                         where the norm is of each group
+
+    of u [B, T, D], with a state [N, P] and rates A, steps dt and skips of each head.
     """
 
     def __init__(self, parts: MixerParts, rngs: nnx.Rngs) -> None:
@@ -126,6 +128,8 @@ class GatedDeltaNet(nnx.Module):
         q, k, v  = silu(conv(u W_inner)),  z = u W_gate,  (b, a) = u W_rates
         o        = gated delta rule of q / |q|, k / |k|, v, sigmoid(b), -A softplus(a + dt_bias)
         result   = (norm(o) silu(z)) W_out                      where the norm is of each head
+
+    of u [B, T, D], with a state [K, V] and a rate A of each head.
     """
 
     def __init__(self, parts: MixerParts, rngs: nnx.Rngs) -> None:

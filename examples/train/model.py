@@ -250,7 +250,11 @@ class MambaBlock(nnx.Module):
         return self.mixer(x, segments), stream
 
 
-BLOCK_TYPES: dict[str, type[Block] | type[MambaBlock]] = {"M": MambaBlock, "D": DeltaBlock, "A": Block}
+BLOCK_TYPES: dict[str, type[Block] | type[MambaBlock]] = {
+    "M": MambaBlock,
+    "D": DeltaBlock,
+    "A": Block,
+}
 
 
 class Transformer(nnx.Module):

@@ -22,7 +22,7 @@ ALLOWED = 1e-4
 
 
 def randomise(module: Any, rng: np.random.Generator) -> None:
-    """Gives all weights random numbers; rates and steps of decays by their logarithms and biases."""
+    """Gives all weights random numbers; rates of decays by logarithms, steps by biases."""
     import torch
 
     with torch.no_grad():
