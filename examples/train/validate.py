@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     common = ["--num_train_steps", str(arguments.num_train_steps), *arguments.options]
     try:
-        curves = {}
+        curves: dict[str, Curve] = {}
         for name, options in (RUNS | HYBRID_RUNS).items():
             if name in HYBRID_RUNS and not curves[BASELINE].start["config"]["model"]["hybrid"]:
                 continue
