@@ -84,7 +84,9 @@ def test_auto_takes_what_there_is() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=without, capture_output=True, text=True, check=True
     )
-    assert all(f"{name}='baseline'" in done.stdout for name in BASELINE), done.stdout
+    # XLA's program of linear attention needs no library.
+    names = BASELINE.keys() - {"linear_attention_kernel"}
+    assert all(f"{name}='baseline'" in done.stdout for name in names), done.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

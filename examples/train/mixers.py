@@ -27,6 +27,8 @@ STEPS = (1e-3, 1e-1)
 MAMBA_RATES = (1.0, 16.0)
 # There from 0; from 0.01 in Qwen3-Next, as a logarithm of 0 would stay.
 DELTA_RATES = (1e-2, 16.0)
+# As Qwen3-Next and flash-linear-attention have it.
+L2_EPSILON = 1e-6
 # The backward pass keeps the arguments alone. Blocks run in a scan, across which XLA merges none.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
@@ -163,6 +165,7 @@ class GatedDeltaNet(nnx.Module):
         q, k = (one.reshape(batch, length, -1, of.delta_key_width) for one in (q, k))
         v = v.reshape(batch, length, of.delta_heads, of.delta_value_width)
         with jax.named_scope("gates"):
+            q, k = l2_normalised(q), l2_normalised(k)
             strength, g = delta_gates(raw, self.dt_bias[...], self.log_rate[...])
         with jax.named_scope("delta_rule"):
             y = pallas_bridge.gated_delta_rule(
@@ -172,7 +175,6 @@ class GatedDeltaNet(nnx.Module):
                 strength,
                 g,
                 scale=of.delta_key_width**-0.5,
-                qk_l2_norm=True,
                 segment_ids=segments,
                 **choice(pallas_bridge.gated_delta_rule, self.kernel),
             )
@@ -233,6 +235,14 @@ def written(x: Array, raw: Array, bias: Array, log_rate: Array) -> tuple[Array, 
     """
     dt = jax.nn.softplus(raw.astype(jnp.float32) + bias)
     return (dt[..., None] * x.astype(jnp.float32)).astype(x.dtype), -jnp.exp(log_rate) * dt
+
+
+@recomputed
+def l2_normalised(x: Array) -> Array:
+    """Divides by the L2 norm of the last axis; kernels of the delta rule take q and k so."""
+    wide = x.astype(jnp.float32)
+    norm = jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + L2_EPSILON)
+    return (wide * norm).astype(x.dtype)
 
 
 @recomputed

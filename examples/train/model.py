@@ -158,14 +158,8 @@ class Block(nnx.Module):
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         x, stream = self.norm1.after(branch, stream)
-        x, stream = self.norm2.after(self.mix(x, tables, within, segments), stream)
+        x, stream = self.norm2.after(self.attention(x, tables, within), stream)
         return self.feed_forward(x), stream
-
-    def mix(
-        self, x: Array, tables: tuple[Array, Array], within: Array | None, segments: Array | None
-    ) -> Array:
-        """Mixes the tokens of x [B, T, D]."""
-        return self.attention(x, tables, within)
 
     def attention(self, x: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) over x [B, T, D]."""
@@ -222,11 +216,18 @@ class DeltaBlock(Block):
         """Begins what mixes tokens: gated DeltaNet."""
         self.mixer = GatedDeltaNet(mixer_parts(self.of, self.kernels), rngs)
 
-    def mix(
-        self, x: Array, tables: tuple[Array, Array], within: Array | None, segments: Array | None
-    ) -> Array:
-        """Mixes the tokens of x [B, T, D] within segments."""
-        return self.mixer(x, segments)
+    def __call__(
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """As `Block`; states start anew with each segment."""
+        x, stream = self.norm1.after(branch, stream)
+        x, stream = self.norm2.after(self.mixer(x, segments), stream)
+        return self.feed_forward(x), stream
 
 
 class MambaBlock(nnx.Module):
@@ -245,7 +246,7 @@ class MambaBlock(nnx.Module):
         within: Array | None,
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
-        """As `Block`; the recurrence needs neither positions nor the reach of attention."""
+        """As `Block`; states start anew with each segment."""
         x, stream = self.norm1.after(branch, stream)
         return self.mixer(x, segments), stream
 
@@ -330,21 +331,22 @@ class Transformer(nnx.Module):
         parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, states)
 
         def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-            def run(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-                found: tuple[Array, Array] = nnx.merge(block, layer)(
-                    *carry, tables, within, segments
-                )
-                return found
+            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within, segments)
+            return found
 
-            if self.remat != "none":
-                run = jax.checkpoint(run, policy=POLICIES[self.remat])
-            return run(carry, layer)
+        def over_pattern(wrapped: Any) -> Any:
+            """A step over one block of each kind, each wrapped for itself."""
 
-        def step(carry: tuple[Array, Array], layers: Any) -> tuple[Array, Array]:
-            for block, layer in zip(blocks, layers, strict=True):
-                carry = call(block, carry, layer)
-            return carry
+            def step(carry: tuple[Array, Array], layers: Any) -> tuple[Array, Array]:
+                for block, layer in zip(blocks, layers, strict=True):
+                    carry = wrapped(partial(call, block))(carry, layer)
+                return carry
 
+            return step
+
+        step = over_pattern(lambda run: run)
+        if self.remat != "none":
+            step = over_pattern(partial(jax.checkpoint, policy=POLICIES[self.remat]))
         branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
