@@ -228,7 +228,7 @@ def one_device() -> list[float]:
     [
         {**BASELINE, "linear_attention_kernel": "ours"},
         {**BASELINE, "conv_kernel": "ours"},
-        {"remat": "selective"},
+        {"remat": "selective", "layer_loop": "unrolled"},
         {"mesh": "data=2,fsdp=2,model=2"},
     ],
     ids=["linear_attention", "conv", "all", "mesh"],

@@ -9,7 +9,6 @@ are elementwise and plain JAX, which XLA fuses; the backward pass computes them 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +28,8 @@ MAMBA_RATES = (1.0, 16.0)
 DELTA_RATES = (1e-2, 16.0)
 # As Qwen3-Next and flash-linear-attention have it.
 L2_EPSILON = 1e-6
-# The backward pass keeps the arguments alone. Blocks run in a scan, across which XLA merges none.
-recomputed = partial(jax.checkpoint, prevent_cse=False)
+# Of gates the backward pass keeps the arguments alone.
+recomputed = jax.checkpoint
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,13 @@ def make_model(config: Config) -> Transformer:
         options.linear_attention_kernel,
         options.conv_kernel,
     )
-    return Transformer(config.model, kernels, remat=options.remat, rngs=nnx.Rngs(options.seed))
+    return Transformer(
+        config.model,
+        kernels,
+        remat=options.remat,
+        loop=options.layer_loop,
+        rngs=nnx.Rngs(options.seed),
+    )
 
 
 def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
