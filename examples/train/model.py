@@ -337,22 +337,26 @@ class Transformer(nnx.Module):
                 x = jax.lax.with_sharding_constraint(x, tokens)
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
-        hybrid = self.of.hybrid
-        kinds = [self.blocks] if hybrid is None else [self.blocks[of] for of in block_names(hybrid)]
-        blocks, states = zip(*map(nnx.split, kinds), strict=True)
+        graph, parameters = nnx.split(self.blocks)
         # Matrices are rounded once a step, and not wherever a block is computed.
-        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, states)
+        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
+        hybrid = self.of.hybrid
 
         def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
             found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within, segments)
             return found
 
         def over_pattern(wrapped: Any) -> Any:
-            """A step over one block of each kind, each wrapped for itself."""
+            """A step over a block, or over those of a pattern, each wrapped for itself."""
 
-            def step(carry: tuple[Array, Array], layers: Any) -> tuple[Array, Array]:
-                for block, layer in zip(blocks, layers, strict=True):
-                    carry = wrapped(partial(call, block))(carry, layer)
+            def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+                if hybrid is None:
+                    found: tuple[Array, Array] = wrapped(partial(call, graph))(carry, layer)
+                    return found
+                blocks = nnx.merge(graph, layer)
+                for name in block_names(hybrid):
+                    block, state = nnx.split(blocks[name])
+                    carry = wrapped(partial(call, block))(carry, state)
                 return carry
 
             return step
