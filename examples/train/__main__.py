@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     default = Options()
     parser = Parser(
         prog="train",
-        description="Trains a decoder-only transformer on real text.",
+        description="Trains a decoder-only transformer, or a hybrid, on real text.",
         epilog="Exit codes: 0 finished, 1 memory or disk has no room, 2 bad input, 130 Ctrl-C.",
         allow_abbrev=False,
     )
@@ -45,6 +45,10 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--norm_kernel", default=default.norm_kernel, help=f"RMSNorm: {layer}")
     add("--mlp_kernel", default=default.mlp_kernel, help=f"SwiGLU: {layer}")
     add("--attention_kernel", default=default.attention_kernel, help=f"attention: {layer}")
+    linear = f"linear attention and the delta rule of a hybrid: {layer}"
+    add("--linear_attention_kernel", default=default.linear_attention_kernel, help=linear)
+    add("--conv_kernel", default=default.conv_kernel, help=f"convolution of a hybrid: {layer}")
+    add("--block_pattern", help="blocks of a hybrid, such as MDMA: Mamba-2, DeltaNet, attention")
     add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
     params = f"parameters: {', '.join(DTYPES)}; bfloat16 is rounded stochastically"
     add("--param_dtype", default=default.param_dtype, help=params)

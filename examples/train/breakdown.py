@@ -11,9 +11,13 @@ import jax
 
 from .config import Config
 
-# The scopes (`jax.named_scope`) of model.py, losses.py and step.py, as they are printed.
+# The scopes (`jax.named_scope`) of model.py, mixers.py, losses.py and step.py, as they are printed.
 PARTS = (
     "attention",
+    "linear_attention",
+    "delta_rule",
+    "convolution",
+    "gates",
     "projections",
     "norms",
     "activation",
@@ -191,8 +195,8 @@ def instruction(event: Any) -> str | None:
 
 
 def table(shares: dict[str, float], config: Config, temporary: int, logits: int) -> str:
-    """What `measure_shares` found as a table, with what the loss holds."""
-    rows = [f"| {part} | {share:.1%} |" for part, share in shares.items()]
+    """What `measure_shares` found as a table without shares of 0, with what the loss holds."""
+    rows = [f"| {part} | {share:.1%} |" for part, share in shares.items() if share]
     kernel = config.options.ce_kernel_type
     memory = (
         f"the loss by {kernel} holds {temporary / 2**20:.1f} MiB beyond operands and results; "

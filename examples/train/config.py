@@ -24,6 +24,8 @@ LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
 # vocabulary, of the embedding and of the head.
 MESH_AXES = ("data", "fsdp", "model")
+# Letters of a hybrid's blocks: Mamba-2, gated DeltaNet, attention.
+BLOCKS = ("M", "D", "A")
 
 
 class InputError(ValueError):
@@ -32,6 +34,36 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A run that its machine ended: memory, disk; its text is the one line shown."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What the blocks of a hybrid are, and the dimensions of those without attention.
+
+    Attributes:
+        pattern: A letter a block, repeated over the layers: M, Mamba-2; D, gated DeltaNet; A,
+            attention. D and A have a feed-forward layer each.
+        ssm_heads: Heads of Mamba-2.
+        ssm_head_width: Columns of such a head.
+        ssm_state: Columns of B and C, rows of a head's state.
+        ssm_groups: Heads of B and C, which divide `ssm_heads`.
+        delta_heads: Heads of values of the delta rule.
+        delta_key_heads: Heads of its queries and keys, which divide `delta_heads`.
+        delta_key_width: Columns of a query and of a key.
+        delta_value_width: Columns of a value.
+        conv_width: Tokens of the causal convolution.
+    """
+
+    pattern: str
+    ssm_heads: int
+    ssm_head_width: int
+    ssm_state: int
+    ssm_groups: int
+    delta_heads: int
+    delta_key_heads: int
+    delta_key_width: int
+    delta_value_width: int
+    conv_width: int = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +83,7 @@ class Model:
         qkv_bias: Whether queries, keys and values have a bias (Qwen2).
         rope_theta: The base of RoPE's wave lengths.
         norm_eps: What a norm adds to the mean square.
+        hybrid: The blocks of a hybrid; None for attention alone.
     """
 
     vocab: int
@@ -65,6 +98,7 @@ class Model:
     qkv_bias: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    hybrid: Hybrid | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +131,18 @@ PRESETS = {
     "llama-3.2-1b": Preset(
         Model(128256, 2048, 16, 32, 8, 64, 8192, rope_theta=5e5, norm_eps=1e-5), 4, 8192
     ),
+    "hybrid-test": Preset(
+        Model(512, 32, 8, 4, 2, 8, 64, hybrid=Hybrid("MDMA", 4, 16, 8, 1, 2, 1, 16, 16)), 8, 32
+    ),
+    # 309 M parameters, half of them the embedding.
+    "hybrid-0.5b": Preset(
+        Model(
+            *(151936, 1024, 16, 16, 4, 64, 2816),
+            hybrid=Hybrid("MDMA", 32, 64, 128, 1, 8, 8, 128, 128),
+        ),
+        4,
+        8192,
+    ),
 }
 
 
@@ -113,6 +159,9 @@ class Options:
     norm_kernel: str = AUTO
     mlp_kernel: str = AUTO
     attention_kernel: str = AUTO
+    linear_attention_kernel: str = AUTO
+    conv_kernel: str = AUTO
+    block_pattern: str | None = None
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     optimizer: str = "adamw"
@@ -180,6 +229,8 @@ def resolve(options: Options) -> Config:
         ("norm_kernel", options.norm_kernel, LAYER_CHOICES),
         ("mlp_kernel", options.mlp_kernel, LAYER_CHOICES),
         ("attention_kernel", options.attention_kernel, LAYER_CHOICES),
+        ("linear_attention_kernel", options.linear_attention_kernel, LAYER_CHOICES),
+        ("conv_kernel", options.conv_kernel, LAYER_CHOICES),
         ("dtype", options.dtype, DTYPES),
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
@@ -191,6 +242,8 @@ def resolve(options: Options) -> Config:
     model = preset.model
     if options.vocab_size is not None:
         model = dataclasses.replace(model, vocab=options.vocab_size)
+    if options.block_pattern is not None:
+        model = with_pattern(model, options)
     batch = preset.batch_size if options.batch_size is None else options.batch_size
     length = preset.context_length if options.context_length is None else options.context_length
     for flag, value, least in (
@@ -210,6 +263,27 @@ def resolve(options: Options) -> Config:
     config = Config(model, batch, length, parse_mesh(options.mesh), options)
     check_mesh(config)
     return config
+
+
+def with_pattern(model: Model, options: Options) -> Model:
+    """Returns a hybrid with the blocks of `--block_pattern`.
+
+    Raises:
+        InputError: The preset is no hybrid, a letter is unknown, or the layers are no multiple.
+    """
+    pattern = options.block_pattern or ""
+    if model.hybrid is None:
+        hybrids = [name for name, preset in PRESETS.items() if preset.model.hybrid is not None]
+        raise InputError(
+            f"--block_pattern {pattern} needs a hybrid, which --model_size {options.model_size} "
+            f"is not: choose from {', '.join(hybrids)}"
+        )
+    if not pattern or set(pattern) - set(BLOCKS) or model.layers % len(pattern):
+        raise InputError(
+            f"--block_pattern {pattern!r} is no pattern of {model.layers} blocks: give letters of "
+            f"{', '.join(BLOCKS)}, as many as divide {model.layers}"
+        )
+    return dataclasses.replace(model, hybrid=dataclasses.replace(model.hybrid, pattern=pattern))
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -215,9 +215,16 @@ class Run:
             f"{config.devices} x {device.device_kind}"
         )
         options = config.options
+        hybrid = config.model.hybrid
+        blocks = (
+            ""
+            if hybrid is None
+            else f"; blocks {hybrid.pattern}, linear attention {options.linear_attention_kernel}, "
+            f"convolution {options.conv_kernel}, within segments"
+        )
         self.say(
             f"loss {options.ce_kernel_type}, norm {options.norm_kernel}, mlp {options.mlp_kernel}, "
-            f"attention {options.attention_kernel} {attention}; {options.dtype}"
+            f"attention {options.attention_kernel} {attention}{blocks}; {options.dtype}"
         )
         used = {
             "model": config.shape(),

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 import pallas_bridge
 from pallas_bridge import checkpoint_policies
 
-from .config import LayerKernel, LayerLoop, Model, Remat
+from .config import Hybrid, LayerKernel, LayerLoop, Model, Remat
+from .mixers import GatedDeltaNet, Mamba2, MixerParts
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -101,6 +102,8 @@ class Kernels:
     norm: LayerKernel = "baseline"
     mlp: LayerKernel = "baseline"
     attention: LayerKernel = "baseline"
+    linear_attention: LayerKernel = "baseline"
+    conv: LayerKernel = "baseline"
     # Whether the backward pass computes again: `gated_mlp` keeps less than the functions that it is
     # made of, which are faster where all is kept. And whether it is given the residual stream's
     # sums, as `rms_norm_linear` wants.
@@ -157,22 +160,33 @@ class Block(nnx.Module):
 
     def __init__(self, of: Model, kernels: Kernels, rngs: nnx.Rngs) -> None:
         """Begins with random numbers, smaller where they add to the residual stream."""
-        normal, deep = initializer(), initializer(1 / math.sqrt(2 * of.layers))
-        q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
+        normal, deep = initializers(of)
         self.of, self.kernels, norm = of, kernels, kernels.norm
         self.norm1 = Norm(of.width, of.norm_eps, norm, keeps_sums=kernels.keeps_sums)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
+        self.make_mixer(rngs)
+        # Gate and up, packed.
+        self.up = nnx.Param(normal(rngs(), (of.width, 2 * of.ffn)))
+        self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
+
+    def make_mixer(self, rngs: nnx.Rngs) -> None:
+        """Begins what mixes tokens: attention."""
+        of, norm = self.of, self.kernels.norm
+        normal, deep = initializers(of)
+        q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
         self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
         self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
         self.q_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.k_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.out = nnx.Param(deep(rngs(), (q, of.width)))
-        # Gate and up, packed.
-        self.up = nnx.Param(normal(rngs(), (of.width, 2 * of.ffn)))
-        self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def __call__(
-        self, branch: Array, stream: Array, tables: tuple[Array, Array], within: Array | None
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         qkv, stream = self.norm1.after_into(branch, stream, self.qkv[...])
@@ -245,11 +259,60 @@ class Block(nnx.Module):
             return inner @ down, stream
 
 
+class DeltaBlock(Block):
+    """Gated DeltaNet and a gated feed-forward layer, each after a norm."""
+
+    def make_mixer(self, rngs: nnx.Rngs) -> None:
+        """Begins what mixes tokens: gated DeltaNet."""
+        self.mixer = GatedDeltaNet(mixer_parts(self.of, self.kernels), rngs)
+
+    def __call__(
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """As `Block`; states start anew with each segment."""
+        x, stream = self.norm1.after(branch, stream)
+        return self.feed_forward(self.mixer(x, segments), stream)
+
+
+class MambaBlock(nnx.Module):
+    """Mamba-2 after a norm."""
+
+    def __init__(self, of: Model, kernels: Kernels, rngs: nnx.Rngs) -> None:
+        """Begins as the mixer does, with a norm of ones."""
+        self.norm1 = Norm(of.width, of.norm_eps, kernels.norm)
+        self.mixer = Mamba2(mixer_parts(of, kernels), rngs)
+
+    def __call__(
+        self,
+        branch: Array,
+        stream: Array,
+        tables: tuple[Array, Array],
+        within: Array | None,
+        segments: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """As `Block`; states start anew with each segment."""
+        x, stream = self.norm1.after(branch, stream)
+        return self.mixer(x, segments), stream
+
+
+BLOCK_TYPES: dict[str, type[Block] | type[MambaBlock]] = {
+    "M": MambaBlock,
+    "D": DeltaBlock,
+    "A": Block,
+}
+
+
 class Transformer(nnx.Module):
     """The decoder up to its hidden states; losses.py multiplies these with the head.
 
     The blocks' parameters are stacked along a first axis. `over_layers` goes over them by
-    `jax.lax.scan`, so that XLA compiles one block whatever their number.
+    `jax.lax.scan`, so that XLA compiles one block whatever their number. Of a hybrid, `blocks` has
+    those of each letter of the pattern, and a step of the scan goes over the pattern once.
     """
 
     def __init__(
@@ -267,8 +330,17 @@ class Transformer(nnx.Module):
         )
         self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
-        make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
-        self.blocks = make(rngs)
+        # As many times as the pattern is repeated.
+        times = of.layers if of.hybrid is None else of.layers // len(of.hybrid.pattern)
+
+        def stacked(block: Any) -> Any:
+            return nnx.split_rngs(splits=times)(nnx.vmap(partial(block, of, kernels)))(rngs)
+
+        self.blocks = (
+            stacked(Block)
+            if of.hybrid is None
+            else nnx.Dict({name: stacked(BLOCK_TYPES[name[-1]]) for name in block_names(of.hybrid)})
+        )
         self.norm = Norm(of.width, of.norm_eps, kernels.norm)
         head = None if of.tied else nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         self.untied = head
@@ -305,20 +377,54 @@ class Transformer(nnx.Module):
                 x = jax.lax.with_sharding_constraint(x, tokens)
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
-        block, parameters = nnx.split(self.blocks)
+        graph, parameters = nnx.split(self.blocks)
         # Matrices are rounded once a step, and not wherever a block is computed.
         parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
+        hybrid = self.of.hybrid
 
-        def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
-            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within)
+        def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+            found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within, segments)
             return found
 
+        def over_pattern(wrapped: Any) -> Any:
+            """A step over a block, or over those of a pattern, each wrapped for itself."""
+
+            def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
+                if hybrid is None:
+                    found: tuple[Array, Array] = wrapped(partial(call, graph))(carry, layer)
+                    return found
+                blocks = nnx.merge(graph, layer)
+                for name in block_names(hybrid):
+                    block, state = nnx.split(blocks[name])
+                    carry = wrapped(partial(call, block))(carry, state)
+                return carry
+
+            return step
+
+        step = over_pattern(lambda run: run)
         if self.remat != "none":
-            step = jax.checkpoint(step, policy=POLICIES[self.remat])
+            step = over_pattern(partial(jax.checkpoint, policy=POLICIES[self.remat]))
         over = over_layers if self.loop == "scan" else over_unrolled_layers
         branch, stream = over(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
+
+
+def block_names(of: Hybrid) -> list[str]:
+    """Names of a pattern's blocks, such as `00M` of its first."""
+    return [f"{index:02}{letter}" for index, letter in enumerate(of.pattern)]
+
+
+def mixer_parts(of: Model, kernels: Kernels) -> MixerParts:
+    """What mixers without attention take of a model."""
+    normal, deep = initializers(of)
+    make_norm = partial(Norm, eps=of.norm_eps, kernel=kernels.norm)
+    return MixerParts(of, make_norm, normal, deep, kernels.linear_attention, kernels.conv)
+
+
+def initializers(of: Model) -> tuple[Any, Any]:
+    """Of matrices, and of those that add to the residual stream, whose numbers are smaller."""
+    return initializer(), initializer(1 / math.sqrt(2 * of.layers))
 
 
 def initializer(scale: float = 1.0) -> Any:

@@ -128,9 +128,11 @@ def with_kernels(config: Config) -> Config:
         ("norm_kernel", "rms_norm", "ours"),
         ("mlp_kernel", "activation", "ours"),
         ("attention_kernel", "flash_attention", "ours"),
+        ("linear_attention_kernel", "linear_attention", "ours"),
+        ("conv_kernel", "causal_conv1d", "ours"),
     ):
         if getattr(options, option) == AUTO:
-            row = next((row for row in rows[operation] if row.platform == platform), None)
+            row = next((row for row in rows.get(operation, ()) if row.platform == platform), None)
             runs = row is not None and row.implementation is not None
             named[option] = ours if runs else "baseline"
     return dataclasses.replace(config, options=dataclasses.replace(options, **named))
@@ -139,7 +141,13 @@ def with_kernels(config: Config) -> Config:
 def make_model(config: Config) -> Transformer:
     """The model with parameters from the seed."""
     options: Any = config.options
-    kernels = Kernels(options.norm_kernel, options.mlp_kernel, options.attention_kernel)
+    kernels = Kernels(
+        options.norm_kernel,
+        options.mlp_kernel,
+        options.attention_kernel,
+        options.linear_attention_kernel,
+        options.conv_kernel,
+    )
     return Transformer(
         config.model,
         kernels,
@@ -172,8 +180,8 @@ def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
         if names & {"embedding", "untied"}:
             return NamedSharding(mesh, P(model, fsdp))
         axes: list[str | None] = [None] * leaf.ndim
-        # The axis that is the hidden size, of what has a layer axis and two others.
-        if leaf.ndim == 3:
+        # The axis that is the hidden size, of what has a layer axis and two others, if any is.
+        if leaf.ndim == 3 and width in leaf.shape[1:]:
             axes[1 if leaf.shape[1] == width else 2] = fsdp
         return NamedSharding(mesh, P(*axes))
 

@@ -28,7 +28,8 @@ from . import log
 
 ROOT = Path(__file__).resolve().parents[2]
 # In blocks plain JAX alone.
-BLOCK = [f"--{part}_kernel=baseline" for part in ("norm", "mlp", "attention")]
+RECURRENT = [f"--{part}_kernel=baseline" for part in ("linear_attention", "conv")]
+BLOCK = [f"--{part}_kernel=baseline" for part in ("norm", "mlp", "attention")] + RECURRENT
 # By the name in the table: what is asked for besides the options of all.
 RUNS = {
     "baseline": ["--ce_kernel_type", "baseline", *BLOCK],
@@ -38,6 +39,8 @@ RUNS = {
     "auto": [],
 }
 BASELINE, PERMUTED = list(RUNS)[:2]
+# Of a hybrid too: what differs from `auto` is linear attention and convolutions alone.
+HYBRID_RUNS = {"auto, plain recurrences": RECURRENT}
 # Steps at which tokens a second are reported: warmed up, and steady.
 WARM, STEADY = 5, 10
 # What a card of 32 GB has for XLA where it takes 0.98 of it.
@@ -278,8 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     common = ["--num_train_steps", str(arguments.num_train_steps), *arguments.options]
     try:
-        curves = {}
-        for name, options in RUNS.items():
+        curves: dict[str, Curve] = {}
+        for name, options in (RUNS | HYBRID_RUNS).items():
+            if name in HYBRID_RUNS and not curves[BASELINE].start["config"]["model"]["hybrid"]:
+                continue
             curves[name] = run(name, [*common, *options], out)
             print(f"{name}: loss {curves[name].losses[-1]:.4f}", flush=True)
         check_text(curves)
