@@ -1,0 +1,1188 @@
+// Linear attention and the gated delta rule in chunks of kLinearChunk tokens; program.py of the package pallas_bridge has
+// the formulas, whose names these kernels have.
+//
+// A sequence runs in groups of chunks, so that what is kept between kernels stays small. In a group, kernels that have
+// a CTA for each chunk and head do what does not depend on states, a chain does the rest with a CTA for each head and
+// kLinearSlice columns of values:
+//
+//   forward:  decays, prepare (delta), chain, outputs
+//   backward: decays, prepare (delta), chain, pull (delta), reverse, gradients, and sums of heads that share keys
+//
+// States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains all that is no argument
+// is the sum of two numbers in bf16, so that no error grows from chunk to chunk.
+#pragma once
+
+#include <cstdint>
+
+#include "mma.cuh"
+
+namespace xentile {
+
+// Mirrored by `Arguments` in src/linear_attention.rs. B sequences of T tokens, with H heads of q and k and H' of v; M is
+// a sequence and head, N chunks are in the group.
+struct LinearAttentionArguments {
+  const void* q;  // [B, T, H, K]
+  const void* k;
+  const void* v;    // [B, T, H', V]
+  const float* g;   // [B, T, H']
+  const float* b;   // [B, T, H']; null without
+  const void* dout;  // [B, T, H', V]
+  const float* before;  // [M, .., K, V], the states before the group
+  float* behind;
+  const float* dbehind;  // their gradients, behind and before the group
+  float* dbefore;
+  float* decays;   // [M, all chunks, 3, 64]: the sums of g in two parts, and b
+  void* inverse;   // [M, N, 2, 64, 64]
+  void* states;    // [M, N, K, V], before each chunk
+  void* values;    // [M, N, 64, V], those that enter the states
+  float* pulled;   // [M, N, 64, V], their gradients from outputs of the chunk
+  void* dstates;   // [M, N, K, V], behind each chunk
+  void* dsolved;   // [M, N, 64, V]
+  void* out;       // [B, T, H', V]
+  void* dq;
+  void* dk;
+  void* dv;
+  float* dg;
+  float* db;
+  float* dq_parts;  // [M, N, 64, K]; null where heads share no keys
+  float* dk_parts;
+  int64_t tokens;
+  int64_t before_stride;  // elements from one M to the next
+  int64_t behind_stride;
+  int64_t dbehind_stride;
+  int64_t dbefore_stride;
+  uint32_t key_heads;
+  uint32_t heads;
+  uint32_t all_chunks;
+  uint32_t first;   // chunk of the group
+  uint32_t chunks;  // of the group
+  uint32_t sequences;
+  float scale;
+  uint32_t reversed;  // CTAs of `chains` from which on they run backwards
+};
+
+// Mirrored by `NUMBERS` in src/linear_attention.rs.
+inline constexpr uint32_t kLinearChunk = 64;
+inline constexpr uint32_t kLinearSlice = 32;
+inline constexpr uint32_t kLinearThreads = 256;
+
+namespace linear_attention {
+
+using mma::Bits;
+using Arguments = LinearAttentionArguments;
+
+inline constexpr int kChunk = kLinearChunk;
+inline constexpr int kSlice = kLinearSlice;
+inline constexpr int kThreads = kLinearThreads;
+// Rows in shared memory have eight elements more than columns, so that those of a fragment are in different banks.
+inline constexpr int kGap = 8;
+inline constexpr int kSlicePitch = kSlice + kGap;
+inline constexpr int kChunkPitch = kChunk + kGap;
+inline constexpr int kDecays = 3 * kChunk;
+
+__device__ inline float of_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float of_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ inline float of_bits(Bits x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+
+// A matrix in shared memory, of one part or two, and whether its rows are stored as columns.
+template <bool kTurned, bool kSplit = false>
+struct Matrix {
+  const Bits* high;
+  int pitch;
+  const Bits* low = nullptr;
+};
+
+// 16 rows and 16 columns of the left matrix of a product.
+template <bool kTurned>
+__device__ inline void load_left(uint32_t (&x)[4], const Bits* from, int pitch, int row, int k) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kTurned) {
+    mma::load_turned(x, from + (k + lane / 16 * 8 + lane % 8) * pitch + row + lane / 8 % 2 * 8);
+  } else {
+    mma::load(x, from + (row + lane % 16) * pitch + k + lane / 16 * 8);
+  }
+}
+
+// 16 rows and 16 columns of the right one, of which a row is stored as a column with `kTurned`.
+template <bool kTurned>
+__device__ inline void load_right(uint32_t (&x)[4], const Bits* from, int pitch, int k, int column) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kTurned) {
+    mma::load(x, from + (column + lane / 16 * 8 + lane % 8) * pitch + k + lane / 8 % 2 * 8);
+  } else {
+    mma::load_turned(x, from + (k + lane % 16) * pitch + column + lane / 16 * 8);
+  }
+}
+
+// Where a lane's number `i` of a tile of 16 x 8 is.
+__device__ inline int row_of(int i) { return threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ inline int column_of(int i) { return threadIdx.x % 4 * 2 + i % 2; }
+
+template <int kTiles>
+using Sums = float[kTiles][4];
+
+template <int kTiles>
+__device__ inline void clear(Sums<kTiles>& sums) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+  }
+}
+
+// Adds a warp's 16 rows and 8 kTiles columns of a product over the indices from `begin` to `end`.
+template <int kTiles, bool kLeftTurned, bool kLeftSplit, bool kRightTurned, bool kRightSplit>
+__device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTurned, kLeftSplit> left, int row,
+                                   Matrix<kRightTurned, kRightSplit> right, int column, int begin,
+                                   int end) {
+  static_assert(kTiles % 2 == 0);
+#pragma unroll 4
+  for (int k = begin; k < end; k += 16) {
+    uint32_t a[4], low[4];
+    load_left<kLeftTurned>(a, left.high, left.pitch, row, k);
+    if constexpr (kLeftSplit) load_left<kLeftTurned>(low, left.low, left.pitch, row, k);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      uint32_t b[4];
+      load_right<kRightTurned>(b, right.high, right.pitch, k, column + n * 8);
+      mma::multiply(sums[n], a, b[0], b[1]);
+      mma::multiply(sums[n + 1], a, b[2], b[3]);
+      if constexpr (kLeftSplit) {
+        mma::multiply(sums[n], low, b[0], b[1]);
+        mma::multiply(sums[n + 1], low, b[2], b[3]);
+      }
+      if constexpr (kRightSplit) {
+        load_right<kRightTurned>(b, right.low, right.pitch, k, column + n * 8);
+        mma::multiply(sums[n], a, b[0], b[1]);
+        mma::multiply(sums[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Two numbers, in a high part and a low part.
+struct Split {
+  uint32_t high, low;
+  __device__ Split(float x, float y)
+      : high(mma::pack(x, y)), low(mma::pack(x - of_low(high), y - of_high(high))) {}
+};
+
+__device__ inline void put(Bits* high, Bits* low, int at, float x, float y) {
+  const Split split(x, y);
+  *reinterpret_cast<uint32_t*>(high + at) = split.high;
+  *reinterpret_cast<uint32_t*>(low + at) = split.low;
+}
+
+// Stores a warp's tiles in two parts.
+template <int kTiles>
+__device__ inline void put_tiles(Bits* high, Bits* low, int pitch, int row, int column,
+                                 const Sums<kTiles>& sums) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const int at = (row + row_of(i)) * pitch + column + n * 8 + column_of(i);
+      put(high, low, at, sums[n][i], sums[n][i + 1]);
+    }
+  }
+}
+
+// Which head, chunk and tokens a CTA has.
+struct Place {
+  int64_t of;  // M
+  int64_t sequence;
+  int head, key_head;
+  int chunk;  // of the group
+
+  __device__ Place(const Arguments& a, int64_t of, int chunk)
+      : of(of), sequence(of / a.heads), head(static_cast<int>(of % a.heads)),
+        key_head(head / (a.heads / a.key_heads)), chunk(chunk) {}
+
+  __device__ int64_t slot(const Arguments& a) const { return of * a.chunks + chunk; }
+  __device__ int64_t token(const Arguments& a) const {
+    return (static_cast<int64_t>(a.first) + chunk) * kChunk;
+  }
+  // Tokens of the chunk.
+  __device__ int count(const Arguments& a) const {
+    return static_cast<int>(min(int64_t{kChunk}, a.tokens - token(a)));
+  }
+  // Where row 0 of the chunk begins in [B, T, heads, columns], and the distance of rows.
+  __device__ int64_t row(const Arguments& a, int64_t heads, int64_t head, int64_t columns) const {
+    return ((sequence * a.tokens + token(a)) * heads + head) * columns;
+  }
+  __device__ const float* decays(const Arguments& a) const {
+    return a.decays + (of * a.all_chunks + a.first + chunk) * kDecays;
+  }
+};
+
+// Copies rows of kColumns elements, and zeros for those from `count` on.
+template <int kColumns, int kRows, int kOf>
+__device__ inline void copy_rows(Bits* to, int pitch, const Bits* from, int64_t stride, int count) {
+  constexpr int kVectors = kColumns / 8;
+#pragma unroll
+  for (int first = 0; first < kRows * kVectors; first += kOf) {
+    const int at = first + static_cast<int>(threadIdx.x);
+    if (kRows * kVectors % kOf != 0 && at >= kRows * kVectors) break;
+    const int row = at / kVectors, column = at % kVectors * 8;
+    const bool is_there = row < count;
+    mma::copy(to + row * pitch + column, is_there ? from + row * stride + column : from, is_there);
+  }
+}
+
+__device__ inline void copy_decays(float* to, const float* from) {
+  if (threadIdx.x < kDecays / 4) {
+    mma::copy(to + threadIdx.x * 4, from + threadIdx.x * 4, true);
+  }
+}
+
+// Decays of a chunk from its sums of g.
+struct Decays {
+  const float* sums;
+  __device__ float between(int i, int j) const {
+    return mma::exponential((sums[i] - sums[j]) + (sums[kChunk + i] - sums[kChunk + j]));
+  }
+  __device__ float from_start(int i) const { return mma::exponential(sums[i] + sums[kChunk + i]); }
+  __device__ float to_end(int i) const { return between(kChunk - 1, i); }
+  __device__ float whole() const { return from_start(kChunk - 1); }
+  __device__ float b(int i) const { return sums[2 * kChunk + i]; }
+};
+
+// The sums of g of each chunk, a warp a chunk. Multiples of 1 / 1024 have exact sums.
+__device__ inline void decays(const Arguments& a) {
+  const int64_t chunk = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (chunk >= int64_t{a.sequences} * a.heads * a.all_chunks) return;
+  const int64_t of = chunk / a.all_chunks, sequence = of / a.heads, head = of % a.heads;
+  float high[2], low[2], b[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t token = chunk % a.all_chunks * kChunk + lane * 2 + i;
+    const int64_t at = (sequence * a.tokens + token) * a.heads + head;
+    const bool is_there = token < a.tokens;
+    const float g = is_there ? a.g[at] : 0.0f;
+    b[i] = is_there && a.b != nullptr ? a.b[at] : 0.0f;
+    high[i] = rintf(g * 1024.0f) / 1024.0f;
+    low[i] = g - high[i];
+  }
+  high[1] += high[0], low[1] += low[0];
+  float before_high = high[1], before_low = low[1];
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float of_high = mma::lane_before(before_high, distance);
+    const float of_low = mma::lane_before(before_low, distance);
+    if (lane >= distance) before_high += of_high, before_low += of_low;
+  }
+  before_high -= high[1], before_low -= low[1];
+  float* to = a.decays + chunk * kDecays;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    to[lane * 2 + i] = before_high + high[i];
+    to[kChunk + lane * 2 + i] = before_low + low[i];
+    to[2 * kChunk + lane * 2 + i] = b[i];
+  }
+}
+
+// (I + A)^-1 of a chunk.
+template <int K>
+struct Prepare {
+  static constexpr int kThreads = 128;
+  static constexpr int kPitch = kChunk + 4;
+  static constexpr int kBlock = 16, kBlockPitch = 20;
+
+  Bits k[kChunk * (K + kGap)];
+  float lower[kChunk * kPitch];
+  float inverse[kChunk * kPitch];
+  float product[3 * kBlock * kBlockPitch];
+  float decays[kDecays];
+
+  __device__ static void run(const Arguments& a) {
+    Prepare& s = *reinterpret_cast<Prepare*>(mma::shared_memory());
+    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    copy_rows<K, kChunk, kThreads>(
+        s.k, K + kGap, static_cast<const Bits*>(a.k) + place.row(a, a.key_heads, place.key_head, K),
+        int64_t{a.key_heads} * K, place.count(a));
+    copy_decays(s.decays, place.decays(a));
+    mma::commit();
+    mma::wait<0>();
+    __syncthreads();
+    const Decays decays{s.decays};
+    const int row = threadIdx.x / 32 * 16;
+    Sums<8> kk;
+    clear(kk);
+    add_product(kk, Matrix<false>{s.k, K + kGap}, row, Matrix<true>{s.k, K + kGap}, 0, 0, K);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i), c = n * 8 + column_of(i);
+        s.lower[r * kPitch + c] = r > c ? decays.b(r) * kk[n][i] * decays.between(r, c) : 0.0f;
+        s.inverse[r * kPitch + c] = 0.0f;
+      }
+    }
+    __syncthreads();
+    s.invert();
+    Bits* to = static_cast<Bits*>(a.inverse) + place.slot(a) * 2 * kChunk * kChunk;
+    for (int at = threadIdx.x; at < kChunk * kChunk / 2; at += kThreads) {
+      const int r = at / (kChunk / 2), c = at % (kChunk / 2) * 2;
+      const Split split(s.inverse[r * kPitch + c], s.inverse[r * kPitch + c + 1]);
+      reinterpret_cast<uint32_t*>(to)[at] = split.high;
+      reinterpret_cast<uint32_t*>(to + kChunk * kChunk)[at] = split.low;
+    }
+  }
+
+  // Inverts blocks on the diagonal by forward substitution, and then what is below them, a diagonal after the other.
+  __device__ void invert() {
+    if (threadIdx.x < kChunk) {
+      const int first = threadIdx.x / kBlock * kBlock, column = threadIdx.x % kBlock;
+      float x[kBlock];
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        x[i] = i == column ? 1.0f : 0.0f;
+#pragma unroll
+        for (int l = 0; l < i; ++l) x[i] = fmaf(-lower[(first + i) * kPitch + first + l], x[l], x[i]);
+        inverse[(first + i) * kPitch + first + column] = x[i];
+      }
+    }
+    __syncthreads();
+    for (int distance = 1; distance < 4; ++distance) {
+      const int strips = (4 - distance) * 64;
+      for (int at = threadIdx.x; at < strips; at += kThreads) {
+        const int block = at / 64, r = at / 4 % 16, c = at % 4 * 4;
+        const int left = block * kBlock, below = (block + distance) * kBlock;
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int l = left; l < below; ++l) {
+          const float factor = lower[(below + r) * kPitch + l];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[i] = fmaf(factor, inverse[l * kPitch + left + c + i], sum[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) product[(block * kBlock + r) * kBlockPitch + c + i] = sum[i];
+      }
+      __syncthreads();
+      for (int at = threadIdx.x; at < strips; at += kThreads) {
+        const int block = at / 64, r = at / 4 % 16, c = at % 4 * 4;
+        const int left = block * kBlock, below = (block + distance) * kBlock;
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int l = 0; l < kBlock; ++l) {
+          const float factor = inverse[(below + r) * kPitch + below + l];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sum[i] = fmaf(-factor, product[(block * kBlock + l) * kBlockPitch + c + i], sum[i]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) inverse[(below + r) * kPitch + left + c + i] = sum[i];
+      }
+      __syncthreads();
+    }
+  }
+};
+
+// A warp's part of a slice of the state, in f32, and the state in shared memory in two parts.
+template <int K>
+struct State {
+  static constexpr int kTiles = K == 128 ? 4 : 2;
+
+  int row, column;
+  Sums<kTiles> x;
+
+  __device__ State() {
+    const int warp = threadIdx.x / 32;
+    row = warp % (K / 16) * 16;
+    column = warp / (K / 16) * 16;
+  }
+
+  template <class Each>
+  __device__ void for_pairs(Each each) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        each(row + row_of(i), column + n * 8 + column_of(i), x[n][i], x[n][i + 1]);
+      }
+    }
+  }
+
+  // From and to [K, V], of which the slice begins at the pointer.
+  __device__ void read(const float* from, int columns) {
+    for_pairs([&](int r, int c, float& left, float& right) {
+      const float2 both = *reinterpret_cast<const float2*>(from + int64_t{r} * columns + c);
+      left = both.x, right = both.y;
+    });
+  }
+  __device__ void write(float* to, int columns) {
+    for_pairs([&](int r, int c, float left, float right) {
+      *reinterpret_cast<float2*>(to + int64_t{r} * columns + c) = make_float2(left, right);
+    });
+  }
+  __device__ void share(Bits* high, Bits* low) {
+    for_pairs([&](int r, int c, float left, float right) {
+      put(high, low, r * kSlicePitch + c, left, right);
+    });
+  }
+  __device__ void scale(float factor) {
+    for_pairs([&](int, int, float& left, float& right) { left *= factor, right *= factor; });
+  }
+  // Adds the product of the transposed `left` [64, K] and `right` [64, slice].
+  __device__ void add(const Bits* left, const Bits* high, const Bits* low) {
+    add_product(x, Matrix<true>{left, K + kGap}, row, Matrix<false, true>{high, kSlicePitch, low},
+                column, 0, kChunk);
+  }
+};
+
+// Writes the high part of a state in shared memory to [K, V].
+template <int K>
+__device__ inline void write_rounded(Bits* to, int columns, const Bits* from) {
+#pragma unroll
+  for (int at = threadIdx.x; at < K * (kSlice / 8); at += kThreads) {
+    const int row = at / (kSlice / 8), column = at % (kSlice / 8) * 8;
+    *reinterpret_cast<uint4*>(to + int64_t{row} * columns + column) =
+        *reinterpret_cast<const uint4*>(from + row * kSlicePitch + column);
+  }
+}
+
+// Scales rows [64, slice] by a factor a row, in two parts.
+template <class Factor>
+__device__ inline void scale_rows(Bits* high, Bits* low, const Bits* from, Factor factor) {
+  const int row = threadIdx.x / 4, first = row * kSlicePitch + threadIdx.x % 4 * 8;
+  const float by = factor(row);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + first + i);
+    put(high, low, first + i, by * of_low(pair), by * of_high(pair));
+  }
+}
+
+__device__ inline void copy_inverse(Bits* to, const Arguments& a, const Place& place) {
+  const Bits* from = static_cast<const Bits*>(a.inverse) + place.slot(a) * 2 * kChunk * kChunk;
+  copy_rows<kChunk, 2 * kChunk, kThreads>(to, kChunkPitch, from, kChunk, 2 * kChunk);
+}
+
+// States from chunk to chunk, and the values that enter them.
+template <int K, int V, bool kDelta>
+struct Chain {
+  static constexpr int kStages = kDelta ? 2 : 3;
+  static constexpr int kInverse = kDelta ? 2 * kChunk * kChunkPitch : 0;
+  static constexpr int kSolved = kDelta ? kChunk * kSlicePitch : 0;
+
+  struct Stage {
+    Bits k[kChunk * (K + kGap)];
+    Bits v[kChunk * kSlicePitch];
+    float decays[kDecays];
+    Bits inverse[kInverse + 8];
+  };
+
+  Stage stages[kStages];
+  Bits state[2][K * kSlicePitch];
+  Bits unseen[2][kSolved + 8];
+  Bits values[2][kChunk * kSlicePitch];
+
+  __device__ void load(const Arguments& a, const Place& place, int column) {
+    Stage& stage = stages[place.chunk % kStages];
+    const int count = place.count(a);
+    copy_rows<K, kChunk, kThreads>(
+        stage.k, K + kGap,
+        static_cast<const Bits*>(a.k) + place.row(a, a.key_heads, place.key_head, K),
+        int64_t{a.key_heads} * K, count);
+    copy_rows<kSlice, kChunk, kThreads>(
+        stage.v, kSlicePitch,
+        static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V) + column,
+        int64_t{a.heads} * V, count);
+    copy_decays(stage.decays, place.decays(a));
+    if constexpr (kDelta) copy_inverse(stage.inverse, a, place);
+  }
+
+  __device__ static void run(const Arguments& a, uint32_t cta) {
+    Chain& s = *reinterpret_cast<Chain*>(mma::shared_memory());
+    constexpr int kSlices = V / kSlice;
+    const int64_t of = cta / kSlices;
+    const int column = static_cast<int>(cta % kSlices) * kSlice;
+    const int chunks = static_cast<int>(a.chunks);
+    State<K> state;
+    state.read(a.before + of * a.before_stride + column, V);
+    for (int c = 0; c < kStages - 1; ++c) {
+      if (c < chunks) s.load(a, Place(a, of, c), column);
+      mma::commit();
+    }
+    state.share(s.state[0], s.state[1]);
+    const int warp = threadIdx.x / 32, row = warp % 4 * 16, part = warp / 4 * 16;
+    for (int c = 0; c < chunks; ++c) {
+      const Place place(a, of, c);
+      mma::wait<kStages - 2>();
+      __syncthreads();
+      if (c + kStages - 1 < chunks) s.load(a, Place(a, of, c + kStages - 1), column);
+      mma::commit();
+      const Stage& stage = s.stages[c % kStages];
+      const Decays decays{stage.decays};
+      write_rounded<K>(static_cast<Bits*>(a.states) + place.slot(a) * K * V + column, V, s.state[0]);
+      if constexpr (kDelta) {
+        Sums<2> seen, values;
+        clear(seen);
+        clear(values);
+        add_product(seen, Matrix<false>{stage.k, K + kGap}, row,
+                    Matrix<false, true>{s.state[0], kSlicePitch, s.state[1]}, part, 0, K);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = row + row_of(i);
+          const float from_start = decays.from_start(r), b = decays.b(r);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const float v = of_bits(stage.v[r * kSlicePitch + part + n * 8 + column_of(i)]);
+            seen[n][i] = b * (v - from_start * seen[n][i]);
+          }
+        }
+        put_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
+        __syncthreads();
+        add_product(values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
+                    row, Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part, 0, row + 16);
+        Bits* to = static_cast<Bits*>(a.values) + place.slot(a) * kChunk * V + column + part;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const int r = row + row_of(i);
+          const float to_end = decays.to_end(r);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int at = n * 8 + column_of(i);
+            *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(values[n][i], values[n][i + 1]);
+            put(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
+                to_end * values[n][i + 1]);
+          }
+        }
+      } else {
+        scale_rows(s.values[0], s.values[1], stage.v, [&](int r) { return decays.to_end(r); });
+      }
+      __syncthreads();
+      state.scale(decays.whole());
+      state.add(stage.k, s.values[0], s.values[1]);
+      state.share(s.state[0], s.state[1]);
+    }
+    if (a.behind != nullptr) state.write(a.behind + of * a.behind_stride + column, V);
+    mma::wait<0>();
+  }
+};
+
+// The gradients of states from chunk to chunk, backwards, and those of the values before the inverse.
+template <int K, int V, bool kDelta>
+struct Reverse {
+  static constexpr int kStages = kDelta ? 2 : 3;
+  static constexpr int kInverse = kDelta ? 2 * kChunk * kChunkPitch : 0;
+  static constexpr int kSolved = kDelta ? kChunk * kSlicePitch : 0;
+  static constexpr int kPulledPitch = kSlice + 4;
+
+  struct Stage {
+    Bits q[kChunk * (K + kGap)];
+    Bits dout[kChunk * kSlicePitch];
+    float decays[kDecays];
+    Bits k[kDelta ? kChunk * (K + kGap) : 8];
+    Bits inverse[kInverse + 8];
+    float pulled[kDelta ? kChunk * kPulledPitch : 4];
+  };
+
+  Stage stages[kStages];
+  Bits dstate[2][K * kSlicePitch];
+  Bits dseen[2][kChunk * kSlicePitch];
+  Bits dvalues[2][kSolved + 8];
+  Bits dsolved[2][kSolved + 8];
+
+  __device__ void load(const Arguments& a, const Place& place, int column) {
+    Stage& stage = stages[place.chunk % kStages];
+    const int count = place.count(a);
+    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
+    copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
+    copy_rows<kSlice, kChunk, kThreads>(
+        stage.dout, kSlicePitch,
+        static_cast<const Bits*>(a.dout) + place.row(a, a.heads, place.head, V) + column,
+        int64_t{a.heads} * V, count);
+    copy_decays(stage.decays, place.decays(a));
+    if constexpr (kDelta) {
+      copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
+      copy_inverse(stage.inverse, a, place);
+      const float* from = a.pulled + place.slot(a) * kChunk * V + column;
+      for (int at = threadIdx.x; at < kChunk * (kSlice / 4); at += kThreads) {
+        const int row = at / (kSlice / 4), c = at % (kSlice / 4) * 4;
+        mma::copy(stage.pulled + row * kPulledPitch + c, from + row * V + c, true);
+      }
+    }
+  }
+
+  __device__ static void run(const Arguments& a, uint32_t cta) {
+    Reverse& s = *reinterpret_cast<Reverse*>(mma::shared_memory());
+    constexpr int kSlices = V / kSlice;
+    const int64_t of = cta / kSlices;
+    const int column = static_cast<int>(cta % kSlices) * kSlice;
+    State<K> dstate;
+    dstate.read(a.dbehind + of * a.dbehind_stride + column, V);
+    int coming = static_cast<int>(a.chunks) - 1;
+    const auto load_next = [&] {
+      if (coming >= 0) s.load(a, Place(a, of, coming), column);
+      --coming;
+      mma::commit();
+    };
+    for (int i = 0; i < kStages - 1; ++i) load_next();
+    dstate.share(s.dstate[0], s.dstate[1]);
+    const int warp = threadIdx.x / 32, row = warp % 4 * 16, part = warp / 4 * 16;
+    for (int c = static_cast<int>(a.chunks) - 1; c >= 0; --c) {
+      const Place place(a, of, c);
+      mma::wait<kStages - 2>();
+      __syncthreads();
+      load_next();
+      const Stage& stage = s.stages[c % kStages];
+      const Decays decays{stage.decays};
+      write_rounded<K>(static_cast<Bits*>(a.dstates) + place.slot(a) * K * V + column, V, s.dstate[0]);
+      scale_rows(s.dseen[0], s.dseen[1], stage.dout,
+                 [&](int r) { return a.scale * decays.from_start(r); });
+      if constexpr (kDelta) {
+        Sums<2> dvalues, dsolved;
+        clear(dvalues);
+        clear(dsolved);
+        add_product(dvalues, Matrix<false>{stage.k, K + kGap}, row,
+                    Matrix<false, true>{s.dstate[0], kSlicePitch, s.dstate[1]}, part, 0, K);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = row + row_of(i);
+          const float to_end = decays.to_end(r);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const float pulled = stage.pulled[r * kPulledPitch + part + n * 8 + column_of(i)];
+            dvalues[n][i] = pulled + to_end * dvalues[n][i];
+          }
+        }
+        put_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
+        __syncthreads();
+        add_product(dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
+                    row, Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part, row, kChunk);
+        Bits* to = static_cast<Bits*>(a.dsolved) + place.slot(a) * kChunk * V + column + part;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const int r = row + row_of(i);
+          const float factor = -decays.from_start(r) * decays.b(r);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int at = n * 8 + column_of(i);
+            *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(dsolved[n][i], dsolved[n][i + 1]);
+            put(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
+                factor * dsolved[n][i + 1]);
+          }
+        }
+      }
+      __syncthreads();
+      dstate.scale(decays.whole());
+      dstate.add(stage.q, s.dseen[0], s.dseen[1]);
+      if constexpr (kDelta) dstate.add(stage.k, s.dsolved[0], s.dsolved[1]);
+      dstate.share(s.dstate[0], s.dstate[1]);
+    }
+    dstate.write(a.dbefore + of * a.dbefore_stride + column, V);
+    mma::wait<0>();
+  }
+};
+
+// A matrix [64, V] that is a chunk's v without b, and what a chain left with it.
+template <int V, bool kDelta, int kOf>
+__device__ inline void copy_values(Bits* to, const Arguments& a, const Place& place) {
+  if constexpr (kDelta) {
+    copy_rows<V, kChunk, kOf>(to, V + kGap, static_cast<const Bits*>(a.values) + place.slot(a) * kChunk * V, V,
+                              kChunk);
+  } else {
+    copy_rows<V, kChunk, kOf>(to, V + kGap,
+                              static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V),
+                              int64_t{a.heads} * V, place.count(a));
+  }
+}
+
+// o of a chunk.
+template <int K, int V, bool kDelta>
+struct Outputs {
+  static constexpr int kThreads = 128;
+
+  Bits q[kChunk * (K + kGap)];
+  Bits k[kChunk * (K + kGap)];
+  Bits values[kChunk * (V + kGap)];
+  Bits state[K * (V + kGap)];
+  float decays[kDecays];
+
+  __device__ static void run(const Arguments& a) {
+    Outputs& s = *reinterpret_cast<Outputs*>(mma::shared_memory());
+    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
+    const int count = place.count(a);
+    copy_rows<K, kChunk, kThreads>(s.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
+    copy_rows<K, kChunk, kThreads>(s.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
+    copy_decays(s.decays, place.decays(a));
+    mma::commit();
+    copy_rows<V, K, kThreads>(s.state, V + kGap, static_cast<const Bits*>(a.states) + place.slot(a) * K * V, V, K);
+    copy_values<V, kDelta, kThreads>(s.values, a, place);
+    mma::commit();
+    mma::wait<1>();
+    __syncthreads();
+    const Decays decays{s.decays};
+    const int row = threadIdx.x / 32 * 16;
+    Sums<8> scores;
+    clear(scores);
+    // Columns behind the last row of the warp see nothing.
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      if (n * 8 <= row) {
+        add_product(*reinterpret_cast<Sums<2>*>(scores[n]), Matrix<false>{s.q, K + kGap}, row,
+                    Matrix<true>{s.k, K + kGap}, n * 8, 0, K);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i), c = n * 8 + column_of(i);
+        scores[n][i] = r >= c ? a.scale * scores[n][i] * decays.between(r, c) : 0.0f;
+      }
+    }
+    mma::wait<0>();
+    __syncthreads();
+    Sums<V / 8> o;
+    clear(o);
+    add_product(o, Matrix<false>{s.q, K + kGap}, row, Matrix<false>{s.state, V + kGap}, 0, 0, K);
+    const float factors[2] = {a.scale * decays.from_start(row + row_of(0)),
+                              a.scale * decays.from_start(row + row_of(2))};
+#pragma unroll
+    for (int n = 0; n < V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k * 16 <= row) {
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &scores[2 * k + i / 2][i % 2 * 2];
+          const Split split(pair[0], pair[1]);
+          high[i] = split.high, low[i] = split.low;
+        }
+#pragma unroll
+        for (int n = 0; n < V / 8; n += 2) {
+          uint32_t b[4];
+          load_right<false>(b, s.values, V + kGap, k * 16, n * 8);
+          mma::multiply(o[n], high, b[0], b[1]);
+          mma::multiply(o[n + 1], high, b[2], b[3]);
+          mma::multiply(o[n], low, b[0], b[1]);
+          mma::multiply(o[n + 1], low, b[2], b[3]);
+        }
+      }
+    }
+    // Through shared memory, so that rows are written whole.
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        *reinterpret_cast<uint32_t*>(s.values + (row + row_of(i)) * (V + kGap) + n * 8 + column_of(i)) =
+            mma::pack(o[n][i], o[n][i + 1]);
+      }
+    }
+    __syncthreads();
+    Bits* to = static_cast<Bits*>(a.out) + place.row(a, a.heads, place.head, V);
+    for (int at = threadIdx.x; at < count * (V / 8); at += kThreads) {
+      const int r = at / (V / 8), c = at % (V / 8) * 8;
+      *reinterpret_cast<uint4*>(to + r * (int64_t{a.heads} * V) + c) =
+          *reinterpret_cast<const uint4*>(s.values + r * (V + kGap) + c);
+    }
+  }
+};
+
+// The gradients of a chunk's values from its own outputs.
+template <int K, int V>
+struct Pull {
+  static constexpr int kThreads = 128;
+
+  Bits q[kChunk * (K + kGap)];
+  Bits k[kChunk * (K + kGap)];
+  Bits dout[kChunk * (V + kGap)];
+  Bits scores[2][kChunk * kChunkPitch];
+  float decays[kDecays];
+
+  __device__ static void run(const Arguments& a) {
+    Pull& s = *reinterpret_cast<Pull*>(mma::shared_memory());
+    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
+    const int count = place.count(a);
+    copy_rows<K, kChunk, kThreads>(s.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
+    copy_rows<K, kChunk, kThreads>(s.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
+    copy_rows<V, kChunk, kThreads>(s.dout, V + kGap,
+                                   static_cast<const Bits*>(a.dout) + place.row(a, a.heads, place.head, V),
+                                   int64_t{a.heads} * V, count);
+    copy_decays(s.decays, place.decays(a));
+    mma::commit();
+    mma::wait<0>();
+    __syncthreads();
+    const Decays decays{s.decays};
+    const int row = threadIdx.x / 32 * 16;
+    Sums<8> scores;
+    clear(scores);
+    add_product(scores, Matrix<false>{s.q, K + kGap}, row, Matrix<true>{s.k, K + kGap}, 0, 0, K);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i), c = n * 8 + column_of(i);
+        scores[n][i] = r >= c ? a.scale * scores[n][i] * decays.between(r, c) : 0.0f;
+      }
+    }
+    put_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
+    __syncthreads();
+    Sums<V / 8> pulled;
+    clear(pulled);
+    add_product(pulled, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
+                Matrix<false>{s.dout, V + kGap}, 0, row, kChunk);
+    float* to = a.pulled + place.slot(a) * kChunk * V;
+#pragma unroll
+    for (int n = 0; n < V / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        *reinterpret_cast<float2*>(to + (row + row_of(i)) * V + n * 8 + column_of(i)) =
+            make_float2(pulled[n][i], pulled[n][i + 1]);
+      }
+    }
+  }
+};
+
+// Adds up a number of each of the four lanes of a row.
+__device__ inline float over_row(float x) {
+  x += mma::xor_lane(x, 1);
+  return x + mma::xor_lane(x, 2);
+}
+
+// Adds up a number of each of the eight lanes of a column.
+__device__ inline float over_column(float x) {
+  x += mma::xor_lane(x, 4);
+  x += mma::xor_lane(x, 8);
+  return x + mma::xor_lane(x, 16);
+}
+
+// The gradients of a chunk's arguments.
+template <int K, int V, bool kDelta>
+struct Gradients {
+  Bits q[kChunk * (K + kGap)];
+  Bits k[kChunk * (K + kGap)];
+  Bits values[kChunk * (V + kGap)];
+  Bits dout[kChunk * (V + kGap)];
+  Bits dsolved[kDelta ? kChunk * (V + kGap) : 8];
+  Bits state[K * (V + kGap)];
+  Bits dstate[K * (V + kGap)];
+  // The gradients of q k', and those of k k' with b, or the scores without.
+  Bits dqk[2][kChunk * kChunkPitch];
+  Bits other[2][kChunk * kChunkPitch];
+  float decays[kDecays];
+  // Of the exponents: sums over rows and over columns of the warps, and of those of the start and the end.
+  float rows[2][kChunk];
+  float columns[4][kChunk];
+  float start[2][kChunk];
+  float end[2][kChunk];
+  float of_b[4][kChunk];
+  float of_states[8];
+
+  __device__ static void run(const Arguments& a) {
+    Gradients& s = *reinterpret_cast<Gradients*>(mma::shared_memory());
+    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    s.load(a, place);
+    const Decays decays{s.decays};
+    const int warp = threadIdx.x / 32, half = warp / 4, row = warp % 4 * 16;
+    s.scores(a, decays, row, half);
+    mma::wait<0>();
+    __syncthreads();
+    s.keys(a, place, decays, row, half);
+    s.of_v(a, place, decays, row, half);
+    // The gradient of a chunk's whole decay.
+    float sum = 0.0f;
+    for (int at = threadIdx.x; at < K * V / 2; at += kThreads) {
+      const int from = at / (V / 2) * (V + kGap) + at % (V / 2) * 2;
+      const uint32_t x = *reinterpret_cast<const uint32_t*>(s.state + from);
+      const uint32_t dx = *reinterpret_cast<const uint32_t*>(s.dstate + from);
+      sum = fmaf(of_low(x), of_low(dx), fmaf(of_high(x), of_high(dx), sum));
+    }
+    sum = over_column(over_row(sum));
+    if (threadIdx.x % 32 == 0) s.of_states[warp] = sum;
+    __syncthreads();
+    s.of_g(a, place, decays);
+  }
+
+  __device__ void load(const Arguments& a, const Place& place) {
+    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
+    const int count = place.count(a);
+    const int64_t of_values = place.row(a, a.heads, place.head, V);
+    copy_rows<K, kChunk, kThreads>(q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
+    copy_rows<K, kChunk, kThreads>(k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
+    copy_rows<V, kChunk, kThreads>(dout, V + kGap, static_cast<const Bits*>(a.dout) + of_values,
+                                   int64_t{a.heads} * V, count);
+    copy_values<V, kDelta, kThreads>(values, a, place);
+    if constexpr (kDelta) {
+      copy_rows<V, kChunk, kThreads>(dsolved, V + kGap,
+                                     static_cast<const Bits*>(a.dsolved) + place.slot(a) * kChunk * V, V, kChunk);
+    }
+    copy_decays(this->decays, place.decays(a));
+    mma::commit();
+    copy_rows<V, K, kThreads>(state, V + kGap, static_cast<const Bits*>(a.states) + place.slot(a) * K * V, V, K);
+    copy_rows<V, K, kThreads>(dstate, V + kGap, static_cast<const Bits*>(a.dstates) + place.slot(a) * K * V, V, K);
+    mma::commit();
+    mma::wait<1>();
+    __syncthreads();
+  }
+
+  // What is [64, 64]: a warp has 16 rows and half of the columns.
+  __device__ void scores(const Arguments& a, const Decays& decays, int row, int half) {
+    const int column = half * 32;
+    const Matrix<false> left_q{q, K + kGap}, left_k{k, K + kGap}, left_dout{dout, V + kGap};
+    const Matrix<true> right_k{k, K + kGap}, right_values{values, V + kGap};
+    Sums<4> qk, dscores, kk, dlower;
+    clear(qk);
+    clear(dscores);
+    add_product(qk, left_q, row, right_k, column, 0, K);
+    add_product(dscores, left_dout, row, right_values, column, 0, V);
+    if constexpr (kDelta) {
+      clear(kk);
+      clear(dlower);
+      add_product(kk, left_k, row, right_k, column, 0, K);
+      add_product(dlower, Matrix<false>{dsolved, V + kGap}, row, right_values, column, 0, V);
+    }
+    float of_rows[2] = {0.0f, 0.0f}, b_rows[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float of_columns[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i), c = column + n * 8 + column_of(i);
+        const float decay = r >= c ? decays.between(r, c) : 0.0f;
+        const float below = r > c ? decay : 0.0f;
+        const float score = a.scale * qk[n][i];
+        float exponent = dscores[n][i] * score * below;
+        dscores[n][i] *= a.scale * decay;
+        if constexpr (kDelta) {
+          const float of_kk = -dlower[n][i] * below;
+          b_rows[i / 2] = fmaf(of_kk, kk[n][i], b_rows[i / 2]);
+          dlower[n][i] = decays.b(r) * of_kk;
+          exponent = fmaf(dlower[n][i], kk[n][i], exponent);
+        } else {
+          qk[n][i] = score * decay;
+        }
+        of_rows[i / 2] += exponent;
+        of_columns[i % 2] += exponent;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = over_column(of_columns[i]);
+        if (threadIdx.x % 32 < 4) columns[row / 16][column + n * 8 + column_of(i)] = sum;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = over_row(of_rows[i]), b_sum = over_row(b_rows[i]);
+      if (threadIdx.x % 4 == 0) {
+        rows[half][row + row_of(2 * i)] = sum;
+        of_b[half][row + row_of(2 * i)] = b_sum;
+      }
+    }
+    put_tiles(dqk[0], dqk[1], kChunkPitch, row, column, dscores);
+    if constexpr (kDelta) {
+      put_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
+    } else {
+      put_tiles(other[0], other[1], kChunkPitch, row, column, qk);
+    }
+  }
+
+  // dq and dk: a warp has 16 rows and half of the columns.
+  __device__ void keys(const Arguments& a, const Place& place, const Decays& decays, int row, int half) {
+    constexpr int kTiles = K / 16;
+    const int column = half * (K / 2);
+    const Matrix<false> of_q{q, K + kGap}, of_k{k, K + kGap};
+    const float from_start[2] = {decays.from_start(row + row_of(0)), decays.from_start(row + row_of(2))};
+    const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
+    float of_start[2] = {0.0f, 0.0f}, of_end[2] = {0.0f, 0.0f}, b_sum[2] = {0.0f, 0.0f};
+    {
+      Sums<kTiles> sums;
+      clear(sums);
+      add_product(sums, Matrix<false>{dout, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
+      each(sums, row, column, [&](int r, int c, int i, float& x) {
+        x *= a.scale * from_start[i];
+        of_start[i] = fmaf(x, of_bits(q[r * (K + kGap) + c]), of_start[i]);
+      });
+      add_product(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, of_k, column, 0, row + 16);
+      write(a, place, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
+    }
+    Sums<kTiles> dk;
+    clear(dk);
+    add_product(dk, Matrix<false>{values, V + kGap}, row, Matrix<true>{dstate, V + kGap}, column, 0, V);
+    each(dk, row, column, [&](int r, int c, int i, float& x) {
+      x *= to_end[i];
+      of_end[i] = fmaf(x, of_bits(k[r * (K + kGap) + c]), of_end[i]);
+    });
+    if constexpr (kDelta) {
+      Sums<kTiles> seen;
+      clear(seen);
+      add_product(seen, Matrix<false>{dsolved, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
+      each(seen, row, column, [&](int r, int c, int i, float& x) {
+        x *= -from_start[i];
+        b_sum[i] = fmaf(x, of_bits(k[r * (K + kGap) + c]), b_sum[i]);
+      });
+#pragma unroll
+      for (int i = 0; i < 2; ++i) of_start[i] = fmaf(decays.b(row + row_of(2 * i)), b_sum[i], of_start[i]);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(decays.b(row + row_of(i)), seen[n][i], dk[n][i]);
+      }
+      add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, of_k, column, 0, row + 16);
+      add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, of_k, column, row, kChunk);
+    }
+    add_product(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, of_q, column, row, kChunk);
+    write(a, place, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float at_start = over_row(of_start[i]), at_end = over_row(of_end[i]), b = over_row(b_sum[i]);
+      if (threadIdx.x % 4 == 0) {
+        start[half][row + row_of(2 * i)] = at_start;
+        end[half][row + row_of(2 * i)] = at_end;
+        of_b[2 + half][row + row_of(2 * i)] = b;
+      }
+    }
+  }
+
+  template <int kTiles, class Each>
+  __device__ static void each(Sums<kTiles>& sums, int row, int column, Each body) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) body(row + row_of(i), column + n * 8 + column_of(i), i / 2, sums[n][i]);
+    }
+  }
+
+  // Writes rows of dq or dk, or of the parts that heads with common keys add up.
+  template <int kTiles>
+  __device__ static void write(const Arguments& a, const Place& place, Bits* to, float* parts,
+                               const Sums<kTiles>& sums, int row, int column) {
+    const int count = place.count(a);
+    Bits* rows = to + place.row(a, a.key_heads, place.key_head, K);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const int r = row + row_of(i);
+      if (r >= count) continue;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int c = column + n * 8 + column_of(i);
+        if (parts != nullptr) {
+          *reinterpret_cast<float2*>(parts + (place.slot(a) * kChunk + r) * K + c) =
+              make_float2(sums[n][i], sums[n][i + 1]);
+        } else {
+          *reinterpret_cast<uint32_t*>(rows + r * (int64_t{a.key_heads} * K) + c) =
+              mma::pack(sums[n][i], sums[n][i + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ void of_v(const Arguments& a, const Place& place, const Decays& decays, int row, int half) {
+    const int count = place.count(a);
+    const int64_t stride = int64_t{a.heads} * V;
+    Bits* to = static_cast<Bits*>(a.dv) + place.row(a, a.heads, place.head, V);
+    if constexpr (kDelta) {
+      const Bits* v = static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V);
+      // Four lanes have a row.
+      const int r = threadIdx.x / 4;
+      float sum = 0.0f;
+      if (r < count) {
+        const float b = decays.b(r);
+#pragma unroll 4
+        for (int c = threadIdx.x % 4 * 8; c < V; c += 32) {
+          const uint4 of = *reinterpret_cast<const uint4*>(dsolved + r * (V + kGap) + c);
+          const uint4 by = *reinterpret_cast<const uint4*>(v + r * stride + c);
+          const uint32_t x[4] = {of.x, of.y, of.z, of.w}, y[4] = {by.x, by.y, by.z, by.w};
+          uint32_t found[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sum = fmaf(of_low(x[i]), of_low(y[i]), fmaf(of_high(x[i]), of_high(y[i]), sum));
+            found[i] = mma::pack(b * of_low(x[i]), b * of_high(x[i]));
+          }
+          *reinterpret_cast<uint4*>(to + r * stride + c) = make_uint4(found[0], found[1], found[2], found[3]);
+        }
+      }
+      sum = over_row(sum);
+      if (threadIdx.x % 4 == 0) of_b[0][r] += sum;
+    } else {
+      constexpr int kTiles = V / 16;
+      const int column = half * (V / 2);
+      const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
+      Sums<kTiles> dv;
+      clear(dv);
+      add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false>{dstate, V + kGap}, column, 0, K);
+      each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
+      add_product(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
+                  Matrix<false>{dout, V + kGap}, column, row, kChunk);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const int r = row + row_of(i);
+        if (r >= count) continue;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          *reinterpret_cast<uint32_t*>(to + r * stride + column + n * 8 + column_of(i)) =
+              mma::pack(dv[n][i], dv[n][i + 1]);
+        }
+      }
+    }
+  }
+
+  // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
+  __device__ void of_g(const Arguments& a, const Place& place, const Decays& decays) {
+    const int t = threadIdx.x;
+    if (t >= place.count(a)) return;
+    float states_sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) states_sum += of_states[i];
+    float sum = decays.whole() * states_sum;
+    for (int i = 0; i < kChunk; ++i) {
+      const float of_sums = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
+                            (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]);
+      sum += i >= t ? of_sums : end[0][i] + end[1][i];
+    }
+    const int64_t at = place.row(a, a.heads, place.head, 1) + int64_t{t} * a.heads;
+    a.dg[at] = sum;
+    if constexpr (kDelta) a.db[at] = of_b[0][t] + of_b[1][t] + of_b[2][t] + of_b[3][t];
+  }
+};
+
+// Adds up dq and dk of heads that share keys: a CTA has a chunk of a head of keys.
+template <int K>
+__device__ inline void add_heads(const Arguments& a) {
+  const int shared = static_cast<int>(a.heads / a.key_heads);
+  const int64_t of = blockIdx.x / a.chunks, chunk = blockIdx.x % a.chunks;
+  const int64_t first = of / a.key_heads * a.heads + of % a.key_heads * shared;
+  const Place place(a, first, static_cast<int>(chunk));
+  const int count = place.count(a);
+  for (int at = threadIdx.x; at < count * (K / 2); at += kThreads) {
+    const int r = at / (K / 2), c = at % (K / 2) * 2;
+    const int64_t to = place.row(a, a.key_heads, place.key_head, K) + r * (int64_t{a.key_heads} * K) + c;
+    for (int which = 0; which < 2; ++which) {
+      const float* from = (which == 0 ? a.dq_parts : a.dk_parts) + (place.slot(a) * kChunk + r) * K + c;
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+      for (int head = 0; head < shared; ++head) {
+        const float2 x = *reinterpret_cast<const float2*>(from + head * (int64_t{a.chunks} * kChunk * K));
+        sum.x += x.x, sum.y += x.y;
+      }
+      Bits* all = static_cast<Bits*>(which == 0 ? a.dq : a.dk);
+      *reinterpret_cast<uint32_t*>(all + to) = mma::pack(sum.x, sum.y);
+    }
+  }
+}
+
+}  // namespace linear_attention
+
+// Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
+// formulas.
+inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
+inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
+inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);
+inline constexpr uint32_t kLinearOutputsShared = sizeof(linear_attention::Outputs<128, 128, false>);
+inline constexpr uint32_t kLinearPullShared = sizeof(linear_attention::Pull<128, 128>);
+inline constexpr uint32_t kLinearGradientsShared = sizeof(linear_attention::Gradients<128, 128, false>);
+inline constexpr uint32_t kDeltaChainShared = sizeof(linear_attention::Chain<128, 128, true>);
+inline constexpr uint32_t kDeltaReverseShared = sizeof(linear_attention::Reverse<128, 128, true>);
+inline constexpr uint32_t kDeltaGradientsShared = sizeof(linear_attention::Gradients<128, 128, true>);
+
+}  // namespace xentile
