@@ -205,6 +205,14 @@ pub enum Error {
         /// How many it has.
         multiprocessors: u32,
     },
+    /// A kernel whose CTA needs more shared memory than the GPU gives one.
+    #[error("a kernel needs {needed} bytes of shared memory, and this GPU gives a CTA {most} at most")]
+    SharedMemory {
+        /// Bytes of a CTA.
+        needed: usize,
+        /// The most that it may have.
+        most: u32,
+    },
     /// A GPU of which this process has too small a part.
     #[error("{name} has no room for a cluster of two CTAs")]
     NoCluster {

@@ -31,6 +31,7 @@ pub mod flash_attention;
 pub mod fp8_quantize;
 pub mod fused_product;
 mod library;
+pub mod linear_attention;
 pub mod linear_cross_entropy;
 pub mod norm;
 mod operands;

@@ -20,6 +20,7 @@ mod dtype;
 mod flash_attention;
 mod fp8_quantize;
 pub mod json;
+mod linear_attention;
 mod linear_cross_entropy;
 mod norm;
 mod rope;

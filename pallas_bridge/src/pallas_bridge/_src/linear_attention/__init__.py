@@ -1,1 +1,11 @@
 """Linear attention and the gated delta rule."""
+
+from ..operation import Operation
+
+OPERATION = Operation(
+    "linear_attention",
+    target="xentile_linear_attention_forward",
+    falls_back=True,
+    notes=(("cuda", "XLA's own program but for bfloat16 and 64 or 128 columns"),),
+    without=(("cpu", "XLA's own program; there is no kernel"),),
+)

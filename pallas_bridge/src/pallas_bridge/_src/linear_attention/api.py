@@ -22,7 +22,11 @@ from ..checks import (
     is_traced,
 )
 from ..custom_call import vary_alike
+from ..implementations import choose
 from ..keywords import hinted
+from ..operation import Implementation
+from . import OPERATION
+from .calls import Call, attend, lacks
 from .program import LEAST_LOG_DECAY, Options, Program
 
 SHAPES = {
@@ -47,6 +51,7 @@ def linear_attention(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
 
@@ -61,6 +66,7 @@ def linear_attention(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: bool,
+    implementation: Implementation | None = ...,
 ) -> Any: ...
 
 
@@ -75,6 +81,7 @@ def linear_attention(
     initial_state: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     return_final_state: bool = False,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Linear attention with a scalar decay: Mamba-2's state space (Dao and Gu, 2024) or RetNet.
 
@@ -82,7 +89,7 @@ def linear_attention(
         o_t = scale S_t' q_t
 
     For Mamba-2 q is C, k is B, v is dt x, and g is dt A. The sequence runs in chunks of 64 tokens,
-    in XLA's program on every platform. Sums are float32 whatever the dtype, and o is rounded once.
+    by kernels or in XLA's program (`implementation`). Sums are float32 whatever the dtype, and o is rounded once.
     It is differentiable in both modes with respect to all arrays but `segment_ids`. The residuals
     of the backward pass are the arguments and a state every few chunks.
 
@@ -100,6 +107,10 @@ def linear_attention(
       segment_ids: [B, T] in int32, or None. The state is 0 where the id changes; `initial_state`
         belongs to the first segment.
       return_final_state: whether to return the state behind the last token too.
+      implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128 on
+        NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
+        kernels where there are any. In a program that XLA partitions over a mesh that is its own
+        program, which shards batch and heads; within `shard_map` kernels run.
 
     Returns:
       o [B, T, H', V] in the dtype of v; with `return_final_state`, a tuple of o and the state
@@ -107,7 +118,8 @@ def linear_attention(
 
     Raises:
       TypeError: a dtype that is not taken.
-      ValueError: shapes that disagree, or a value of g above 0.
+      ValueError: shapes that disagree, a value of g above 0, or a call of kernels that there are
+        not.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 4, 1, 1))
@@ -116,7 +128,7 @@ def linear_attention(
     """
     given = {"q": q, "k": k, "v": v, "g": g}
     more = {"initial_state": initial_state, "segment_ids": segment_ids}
-    return _run(given | more, scale, False, return_final_state)
+    return _run(given | more, scale, False, return_final_state, implementation)
 
 
 @overload
@@ -132,6 +144,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
 
@@ -148,6 +161,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: bool,
+    implementation: Implementation | None = ...,
 ) -> Any: ...
 
 
@@ -164,6 +178,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     return_final_state: bool = False,
+    implementation: Implementation | None = None,
 ) -> Any:
     """The gated delta rule (Yang, Kautz and Hatamizadeh, 2024); DeltaNet without `g`.
 
@@ -183,6 +198,7 @@ def gated_delta_rule(
       initial_state: [B, H', K, V] in float32; None for 0.
       segment_ids: [B, T] in int32, or None.
       return_final_state: whether to return the state behind the last token too.
+      implementation: as for `linear_attention`. With `qk_l2_norm` there are no kernels.
 
     Returns:
       o [B, T, H', V] in the dtype of v; with `return_final_state`, a tuple of o and the state
@@ -190,7 +206,8 @@ def gated_delta_rule(
 
     Raises:
       TypeError: a dtype that is not taken.
-      ValueError: shapes that disagree, or a value of g above 0.
+      ValueError: shapes that disagree, a value of g above 0, or a call of kernels that there are
+        not.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 4, 1, 1))
@@ -200,16 +217,23 @@ def gated_delta_rule(
     given = {"q": q, "k": k, "v": v, "g": g, "b": as_array("b", b, SHAPES["b"])}
     more = {"initial_state": initial_state, "segment_ids": segment_ids}
     is_normalised = check_flag("qk_l2_norm", qk_l2_norm)
-    return _run(given | more, scale, is_normalised, return_final_state)
+    return _run(given | more, scale, is_normalised, return_final_state, implementation)
 
 
-def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, returns_state: bool) -> Any:
+def _run(
+    given: Mapping[str, Any],
+    scale: float,
+    l2_norm: bool,
+    returns_state: bool,
+    implementation: Implementation | None,
+) -> Any:
     """Returns o, and the final state if it is asked for.
 
     Raises:
         TypeError: a dtype that is not taken.
-        ValueError: shapes that disagree, or a value of g above 0.
+        ValueError: shapes that disagree, a value of g above 0, or kernels that there are not.
     """
+    chosen = choose(OPERATION, implementation)
     returns_state = check_flag("return_final_state", returns_state)
     optional = ("g", "initial_state", "segment_ids")
     arrays = {
@@ -233,7 +257,17 @@ def _run(given: Mapping[str, Any], scale: float, l2_norm: bool, returns_state: b
     options = Options(check_float32("scale", scale, is_positive=False), l2_norm)
     tokens = [q, arrays["k"], v, g, *([arrays["b"]] if "b" in arrays else [])]
     # Within `shard_map`, the transpose of this is the sum over devices for shared arrays.
-    o, state = _attend(options, *vary_alike([*tokens, state]))
+    every = vary_alike([*tokens, state])
+    missing = lacks(options, every)
+    if missing and implementation == "custom_call":
+        raise ValueError(f"{missing} for kernels; implementation=None has XLA's program for others")
+    if chosen == "reference" or missing:
+        o, state = _attend(options, *every)
+    else:
+        q, k, v, g, *rest = every
+        g = jnp.maximum(g.astype(jnp.float32), LEAST_LOG_DECAY)
+        every = [q, k, v, g, *(one.astype(jnp.float32) for one in rest)]
+        o, state = attend(Call.of(options, every, implementation), *every)
     return (o, state) if returns_state else o
 
 

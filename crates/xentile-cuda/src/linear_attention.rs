@@ -1,0 +1,599 @@
+//! Linear attention and the gated delta rule in bf16: both passes, a group of chunks after the other.
+
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+
+use crate::driver::{Driver, Extent, RawStream};
+use crate::{Device, Error, Result, check_alignment, library};
+
+mirror! {
+    /// See kernels/linear_attention.cuh.
+    struct Arguments = LinearAttentionArguments {
+        q: *const c_void,
+        k: *const c_void,
+        v: *const c_void,
+        g: *const f32,
+        b: *const f32,
+        dout: *const c_void,
+        before: *const f32,
+        behind: *mut f32,
+        dbehind: *const f32,
+        dbefore: *mut f32,
+        decays: *mut f32,
+        inverse: *mut c_void,
+        states: *mut c_void,
+        values: *mut c_void,
+        pulled: *mut f32,
+        dstates: *mut c_void,
+        dsolved: *mut c_void,
+        out: *mut c_void,
+        dq: *mut c_void,
+        dk: *mut c_void,
+        dv: *mut c_void,
+        dg: *mut f32,
+        db: *mut f32,
+        dq_parts: *mut f32,
+        dk_parts: *mut f32,
+        tokens: i64,
+        before_stride: i64,
+        behind_stride: i64,
+        dbehind_stride: i64,
+        dbefore_stride: i64,
+        key_heads: u32,
+        heads: u32,
+        all_chunks: u32,
+        first: u32,
+        chunks: u32,
+        sequences: u32,
+        scale: f32,
+        reversed: u32,
+    }
+}
+
+numbers! {
+    CHUNK: u32 = kLinearChunk, 64;
+    SLICE: u32 = kLinearSlice, 32;
+    THREADS: u32 = kLinearThreads, 256;
+    PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
+    CHAIN_SHARED: u32 = kLinearChainShared, 100688;
+    REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
+    OUTPUTS_SHARED: u32 = kLinearOutputsShared, 87808;
+    PULL_SHARED: u32 = kLinearPullShared, 71424;
+    GRADIENTS_SHARED: u32 = kLinearGradientsShared, 180528;
+    DELTA_CHAIN_SHARED: u32 = kDeltaChainShared, 124480;
+    DELTA_REVERSE_SHARED: u32 = kDeltaReverseShared, 188000;
+    DELTA_GRADIENTS_SHARED: u32 = kDeltaGradientsShared, 197920;
+}
+
+/// Threads of a CTA that multiplies for one chunk alone.
+const CHUNK_THREADS: u32 = 128;
+/// Columns of keys and of values that kernels have.
+const WIDTHS: [usize; 2] = [64, 128];
+
+/// The shape of a call, in tokens T, heads of keys H and of values H', and columns K and V.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// B.
+    pub sequences: usize,
+    /// T.
+    pub tokens: usize,
+    /// H, which divides H'.
+    pub key_heads: usize,
+    /// H'.
+    pub heads: usize,
+    /// K, 64 or 128.
+    pub keys: usize,
+    /// V, 64 or 128.
+    pub values: usize,
+    /// Chunks of 64 tokens in a group.
+    pub group: usize,
+}
+
+/// What both passes read, on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands {
+    /// `[B, T, H, K]`.
+    pub q: *const c_void,
+    /// `[B, T, H, K]`.
+    pub k: *const c_void,
+    /// `[B, T, H', V]`.
+    pub v: *const c_void,
+    /// `[B, T, H']`, at most 0 and no less than -128.
+    pub g: *const f32,
+    /// `[B, T, H']`, of the delta rule.
+    pub b: Option<*const f32>,
+    /// `[B, H', K, V]`.
+    pub initial_state: *const f32,
+}
+
+/// What the forward pass writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Outputs {
+    /// `[B, T, H', V]`.
+    pub o: *mut c_void,
+    /// `[B, H', groups, K, V]`, the states behind groups.
+    pub states: *mut f32,
+}
+
+/// Memory that a forward pass works in, and a backward pass too. N are the chunks of a group.
+#[derive(Clone, Copy, Debug)]
+pub struct Scratch {
+    /// `[B, H', chunks, 192]`.
+    pub decays: *mut f32,
+    /// `[B, H', N, K, V]` in bf16.
+    pub states: *mut c_void,
+    /// `[B, H', N, 8192]` in bf16, of the delta rule.
+    pub inverse: *mut c_void,
+    /// `[B, H', N, 64, V]` in bf16, of the delta rule.
+    pub values: *mut c_void,
+}
+
+/// What a backward pass works in besides.
+#[derive(Clone, Copy, Debug)]
+pub struct BackwardScratch {
+    /// `[B, H', N, K, V]` in bf16.
+    pub dstates: *mut c_void,
+    /// `[B, H', N, 64, V]`, of the delta rule.
+    pub pulled: *mut f32,
+    /// `[B, H', N, 64, V]` in bf16, of the delta rule.
+    pub dsolved: *mut c_void,
+    /// `[B, H', N, 64, K]` of q and of k, where heads share keys.
+    pub parts: Option<[*mut f32; 2]>,
+}
+
+/// What the backward pass is given besides.
+#[derive(Clone, Copy, Debug)]
+pub struct Cotangents {
+    /// `[B, T, H', V]`.
+    pub o: *const c_void,
+    /// `[B, H', K, V]`.
+    pub final_state: *const f32,
+    /// `[B, H', groups, K, V]` of the forward pass.
+    pub states: *const f32,
+}
+
+/// The gradients, each of the shape of its array.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradients {
+    /// Of q.
+    pub q: *mut c_void,
+    /// Of k.
+    pub k: *mut c_void,
+    /// Of v.
+    pub v: *mut c_void,
+    /// Of g.
+    pub g: *mut f32,
+    /// Of b.
+    pub b: Option<*mut f32>,
+    /// Of the initial state.
+    pub initial_state: *mut f32,
+}
+
+/// Linear attention, or the delta rule, of one shape on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearAttention {
+    shape: Shape,
+    delta: bool,
+    scale: f32,
+}
+
+/// A kernel of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    Decays,
+    Prepare,
+    Chain,
+    Outputs,
+    Pull,
+    Reverse,
+    Chains,
+    Gradients,
+    Heads,
+}
+
+impl LinearAttention {
+    /// The call for arrays of a shape.
+    ///
+    /// # Errors
+    /// A shape that kernels do not have, or arrays with more chunks than a grid.
+    pub fn new(shape: Shape, delta: bool, scale: f32) -> Result<Self> {
+        let Shape { sequences, tokens, key_heads, heads, keys, values, group } = shape;
+        for (name, value) in [("K", keys), ("V", values)] {
+            if !WIDTHS.contains(&value) {
+                return Err(option(name, value, "64 or 128"));
+            }
+        }
+        if key_heads == 0 || !heads.is_multiple_of(key_heads) {
+            return Err(option("H'", heads, "a multiple of H"));
+        }
+        if group == 0 {
+            return Err(option("group", group, "at least 1"));
+        }
+        let chunks = tokens.div_ceil(CHUNK as usize);
+        let each = [sequences, heads, chunks.max(8), 8].into_iter().try_fold(1_usize, |all, one| {
+            all.checked_mul(one.max(1))
+        });
+        if each.is_none_or(|all| i32::try_from(all).is_err()) {
+            return Err(option("B H' T", sequences * heads, "few enough for a grid of chunks"));
+        }
+        Ok(Self { shape, delta, scale })
+    }
+
+    /// The number of groups of chunks.
+    #[must_use]
+    pub fn groups(&self) -> usize {
+        self.chunks().div_ceil(self.shape.group)
+    }
+
+    fn chunks(&self) -> usize {
+        self.shape.tokens.div_ceil(CHUNK as usize)
+    }
+
+    /// Loads the kernels of the forward pass, or of the backward pass, so that running it has only to launch them.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, backward: bool, stream: *mut c_void) -> Result<()> {
+        use Kernel as K;
+        let device = Device::current()?;
+        let all: &[Kernel] = match (backward, self.delta) {
+            (false, false) => &[K::Decays, K::Chain, K::Outputs],
+            (false, true) => &[K::Decays, K::Prepare, K::Chain, K::Outputs],
+            (true, false) => &[K::Decays, K::Chains, K::Gradients, K::Heads],
+            (true, true) => &[
+                K::Decays, K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads,
+            ],
+        };
+        for &kernel in all {
+            // SAFETY: passed on from this function's contract.
+            unsafe { library::kept_kernel(&self.name(kernel), device, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Has `stream` write o and the states behind groups.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays of
+    /// these shapes on its device, which nothing else touches until it has run what was launched here.
+    pub unsafe fn forward(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        outputs: Outputs,
+        scratch: Scratch,
+    ) -> Result<()> {
+        for (name, array) in [("o", outputs.o.cast_const()), ("states", outputs.states.cast_const().cast())] {
+            check_alignment(name, array)?;
+        }
+        let mut all = Arguments { out: outputs.o, ..self.arguments(&operands, &scratch)? };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Kernel::Decays, stream, &all) }?;
+        for group in 0..self.groups() {
+            self.begin(group, &mut all, operands.initial_state, outputs.states);
+            all.behind = outputs.states.wrapping_add(group * self.state_elements());
+            all.behind_stride = (self.groups() * self.state_elements()) as i64;
+            let kernels = if self.delta { &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..] } else {
+                &[Kernel::Chain, Kernel::Outputs]
+            };
+            for &kernel in kernels {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.launch(kernel, stream, &all) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has `stream` write all gradients.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn backward(
+        &self,
+        stream: *mut c_void,
+        operands: Operands,
+        cotangents: Cotangents,
+        gradients: Gradients,
+        scratch: (Scratch, BackwardScratch),
+    ) -> Result<()> {
+        let (scratch, more) = scratch;
+        let [dq_parts, dk_parts] = more.parts.unwrap_or([null_mut(); 2]);
+        let shares = self.shape.heads != self.shape.key_heads;
+        if shares && more.parts.is_none() {
+            return Err(option("parts", 0, "given where heads share keys"));
+        }
+        for (name, array) in [
+            ("do", cotangents.o),
+            ("dfinal_state", cotangents.final_state.cast()),
+            ("states", cotangents.states.cast()),
+            ("dq", gradients.q.cast_const()),
+            ("dk", gradients.k.cast_const()),
+            ("dv", gradients.v.cast_const()),
+            ("dinitial_state", gradients.initial_state.cast_const().cast()),
+            ("dstates", more.dstates.cast_const()),
+            ("pulled", more.pulled.cast_const().cast()),
+            ("dsolved", more.dsolved.cast_const()),
+            ("dq_parts", dq_parts.cast_const().cast()),
+            ("dk_parts", dk_parts.cast_const().cast()),
+        ] {
+            check_alignment(name, array)?;
+        }
+        let stride = self.state_elements() as i64;
+        let mut all = Arguments {
+            dout: cotangents.o,
+            dstates: more.dstates,
+            pulled: more.pulled,
+            dsolved: more.dsolved,
+            dq: gradients.q,
+            dk: gradients.k,
+            dv: gradients.v,
+            dg: gradients.g,
+            db: gradients.b.unwrap_or(null_mut()),
+            dq_parts: if shares { dq_parts } else { null_mut() },
+            dk_parts: if shares { dk_parts } else { null_mut() },
+            dbefore: gradients.initial_state,
+            dbehind_stride: stride,
+            dbefore_stride: stride,
+            reversed: self.slices() as u32,
+            ..self.arguments(&operands, &scratch)?
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(Kernel::Decays, stream, &all) }?;
+        for group in (0..self.groups()).rev() {
+            self.begin(group, &mut all, operands.initial_state, cotangents.states);
+            let is_last = group + 1 == self.groups();
+            all.dbehind = if is_last { cotangents.final_state } else { gradients.initial_state };
+            let kernels = if self.delta {
+                &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients][..]
+            } else {
+                &[Kernel::Chains, Kernel::Gradients]
+            };
+            for &kernel in kernels.iter().chain(shares.then_some(&Kernel::Heads)) {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.launch(kernel, stream, &all) }?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Elements of a head's state.
+    fn state_elements(&self) -> usize {
+        self.shape.keys * self.shape.values
+    }
+
+    /// CTAs of a chain.
+    fn slices(&self) -> usize {
+        self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
+    }
+
+    /// Has arguments tell of a group and the state before it.
+    fn begin(&self, group: usize, all: &mut Arguments, initial: *const f32, states: *const f32) {
+        let first = group * self.shape.group;
+        all.first = first as u32;
+        all.chunks = self.shape.group.min(self.chunks() - first) as u32;
+        let elements = self.state_elements();
+        (all.before, all.before_stride) = match group {
+            0 => (initial, elements as i64),
+            _ => (states.wrapping_add((group - 1) * elements), (self.groups() * elements) as i64),
+        };
+    }
+
+    /// The arguments of all kernels, without those of a group and of a pass.
+    fn arguments(&self, operands: &Operands, scratch: &Scratch) -> Result<Arguments> {
+        let Shape { sequences, tokens, key_heads, heads, .. } = self.shape;
+        let Operands { q, k, v, g, b, initial_state } = *operands;
+        if b.is_some() != self.delta {
+            return Err(option("b", usize::from(b.is_some()), "given for the delta rule alone"));
+        }
+        for (name, array) in [
+            ("q", q),
+            ("k", k),
+            ("v", v),
+            ("initial_state", initial_state.cast()),
+            ("decays", scratch.decays.cast_const().cast()),
+            ("inverse", scratch.inverse.cast_const()),
+            ("chunk_states", scratch.states.cast_const()),
+            ("values", scratch.values.cast_const()),
+        ] {
+            check_alignment(name, array)?;
+        }
+        Ok(Arguments {
+            q,
+            k,
+            v,
+            g,
+            b: b.unwrap_or(null()),
+            dout: null(),
+            before: null(),
+            behind: null_mut(),
+            dbehind: null(),
+            dbefore: null_mut(),
+            decays: scratch.decays,
+            inverse: scratch.inverse,
+            states: scratch.states,
+            values: scratch.values,
+            pulled: null_mut(),
+            dstates: null_mut(),
+            dsolved: null_mut(),
+            out: null_mut(),
+            dq: null_mut(),
+            dk: null_mut(),
+            dv: null_mut(),
+            dg: null_mut(),
+            db: null_mut(),
+            dq_parts: null_mut(),
+            dk_parts: null_mut(),
+            tokens: tokens as i64,
+            before_stride: 0,
+            behind_stride: 0,
+            dbehind_stride: 0,
+            dbefore_stride: 0,
+            key_heads: key_heads as u32,
+            heads: heads as u32,
+            all_chunks: self.chunks() as u32,
+            first: 0,
+            chunks: 0,
+            sequences: sequences as u32,
+            scale: self.scale,
+            reversed: 0,
+        })
+    }
+
+    /// The name of a kernel.
+    fn name(&self, kernel: Kernel) -> String {
+        let Shape { keys, values, .. } = self.shape;
+        let form = if self.delta { "delta" } else { "plain" };
+        let (name, suffix) = match kernel {
+            Kernel::Decays => ("decays", String::new()),
+            Kernel::Prepare => ("prepare", format!("_{keys}")),
+            Kernel::Heads => ("heads", format!("_{keys}")),
+            Kernel::Pull => ("pull", format!("_{keys}_{values}")),
+            Kernel::Chains => ("chains", format!("_{keys}_{values}")),
+            Kernel::Chain => ("chain", format!("_{form}_{keys}_{values}")),
+            Kernel::Reverse => ("reverse", format!("_{form}_{keys}_{values}")),
+            Kernel::Outputs => ("outputs", format!("_{form}_{keys}_{values}")),
+            Kernel::Gradients => ("gradients", format!("_{form}_{keys}_{values}")),
+        };
+        format!("linear_attention_{name}{suffix}")
+    }
+
+    /// Bytes of shared memory of a kernel's CTA.
+    fn shared_bytes(&self, kernel: Kernel) -> usize {
+        // Rows have eight elements more than columns.
+        let rows = |rows: usize, columns: usize| rows * (columns + 8) * 2;
+        let (chunk, slice) = (CHUNK as usize, SLICE as usize);
+        let (of_keys, of_values) = (rows(chunk, self.shape.keys), rows(chunk, self.shape.values));
+        let state = rows(self.shape.keys, self.shape.values);
+        let (square, of_slice) = (rows(chunk, chunk), rows(chunk, slice));
+        let state_slice = rows(self.shape.keys, slice);
+        let decays = 3 * chunk * 4;
+        // An array that the delta rule alone has is a vector without it.
+        let of_delta = |bytes: usize| if self.delta { bytes } else { 16 };
+        let with_vector = |bytes: usize| 16 + if self.delta { bytes } else { 0 };
+        let stages = if self.delta { 2 } else { 3 };
+        match kernel {
+            Kernel::Decays | Kernel::Heads => 0,
+            Kernel::Prepare => of_keys + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
+            Kernel::Chain => {
+                stages * (of_keys + of_slice + decays + with_vector(2 * square))
+                    + 2 * (state_slice + with_vector(of_slice) + of_slice)
+            }
+            Kernel::Reverse => {
+                let pulled = of_delta(chunk * (slice + 4) * 4);
+                let stage = of_keys + of_slice + decays + of_delta(of_keys) + with_vector(2 * square);
+                stages * (stage + pulled) + 2 * (state_slice + of_slice + 2 * with_vector(of_slice))
+            }
+            Kernel::Chains => self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse)),
+            Kernel::Outputs => 2 * of_keys + of_values + state + decays,
+            Kernel::Pull => 2 * of_keys + of_values + 2 * square + decays,
+            Kernel::Gradients => {
+                let sums = (2 + 4 + 2 + 2 + 4) * chunk * 4 + 8 * 4;
+                2 * of_keys + 2 * of_values + of_delta(of_values) + 2 * state + 4 * square + decays + sums
+            }
+        }
+    }
+
+    /// CTAs of a kernel for a group of so many chunks.
+    fn ctas(&self, kernel: Kernel, chunks: usize) -> usize {
+        let Shape { sequences, key_heads, heads, .. } = self.shape;
+        match kernel {
+            Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
+            Kernel::Chain | Kernel::Reverse => self.slices(),
+            Kernel::Chains => 2 * self.slices(),
+            Kernel::Heads => sequences * key_heads * chunks,
+            Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
+                sequences * heads * chunks
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn launch(&self, kernel: Kernel, stream: RawStream, arguments: &Arguments) -> Result<()> {
+        let ctas = self.ctas(kernel, arguments.chunks as usize);
+        if ctas == 0 {
+            return Ok(());
+        }
+        let device = Device::current()?;
+        let (needed, most) = (self.shared_bytes(kernel), device.limits().shared_bytes_per_block);
+        if needed > most as usize {
+            return Err(Error::SharedMemory { needed, most });
+        }
+        let threads = match kernel {
+            Kernel::Prepare | Kernel::Outputs | Kernel::Pull => CHUNK_THREADS,
+            _ => THREADS,
+        };
+        let extent = Extent {
+            ctas: ctas as u32,
+            rows: 1,
+            threads,
+            shared_bytes: needed as u32,
+            cluster: None,
+        };
+        // SAFETY: passed on from this function's contract.
+        unsafe {
+            let kernel = library::kept_kernel(&self.name(kernel), device, stream)?;
+            Driver::get()?.launch(kernel, extent, stream, arguments)
+        }
+    }
+}
+
+fn option(name: &'static str, value: usize, requirement: &'static str) -> Error {
+    Error::Problem(xentile::Error::Option { name, value: value as f64, requirement })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: Shape = Shape {
+        sequences: 2,
+        tokens: 1000,
+        key_heads: 1,
+        heads: 3,
+        keys: 128,
+        values: 128,
+        group: 4,
+    };
+
+    #[test]
+    fn shared_memory_is_that_of_kernels() {
+        let [plain, delta] = [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
+        for (call, kernel, right) in [
+            (delta, Kernel::Prepare, PREPARE_SHARED),
+            (plain, Kernel::Chain, CHAIN_SHARED),
+            (plain, Kernel::Reverse, REVERSE_SHARED),
+            (plain, Kernel::Chains, REVERSE_SHARED),
+            (plain, Kernel::Outputs, OUTPUTS_SHARED),
+            (delta, Kernel::Outputs, OUTPUTS_SHARED),
+            (delta, Kernel::Pull, PULL_SHARED),
+            (plain, Kernel::Gradients, GRADIENTS_SHARED),
+            (delta, Kernel::Chain, DELTA_CHAIN_SHARED),
+            (delta, Kernel::Reverse, DELTA_REVERSE_SHARED),
+            (delta, Kernel::Gradients, DELTA_GRADIENTS_SHARED),
+        ] {
+            assert_eq!(call.shared_bytes(kernel), right as usize, "{kernel:?}");
+        }
+    }
+
+    #[test]
+    fn groups_cover_all_chunks() {
+        let call = LinearAttention::new(SHAPE, true, 1.0).unwrap();
+        assert_eq!((call.chunks(), call.groups(), call.slices()), (16, 4, 24));
+        assert_eq!(call.ctas(Kernel::Heads, 4), 8);
+        assert_eq!(call.ctas(Kernel::Decays, 4), 12);
+        assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_delta_128_128");
+        let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
+        assert_eq!(message(Shape { keys: 96, ..SHAPE }), "K is 96; it must be 64 or 128");
+        assert_eq!(message(Shape { key_heads: 2, ..SHAPE }), "H' is 3; it must be a multiple of H");
+    }
+}

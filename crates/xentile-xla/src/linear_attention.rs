@@ -1,0 +1,97 @@
+//! Linear attention and the gated delta rule: the attributes and shapes of their targets, for GPUs alone.
+
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+
+use xla_ffi::DType;
+
+use crate::declaration::{
+    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, Given, Range, Stages, attribute, cotangent,
+    gradient, input, output, residual, scratch,
+};
+
+const BF16: Dtype = Dtype::OneOf(&[DType::Bf16]);
+const LIKE_Q: Dtype = Dtype::Like("q");
+const DELTA: Given = Given::Where("delta");
+const SHARED: Given = Given::Where("shared");
+
+const Q: ArrayDecl = input("q", "*batch T H K", BF16);
+const K: ArrayDecl = input("k", "*batch T H K", LIKE_Q);
+const V: ArrayDecl = input("v", "*batch T G V", LIKE_Q);
+const LOG_DECAY: ArrayDecl = input("g", "*batch T G", F32);
+const B: ArrayDecl = input("b", "*batch T G", F32).given(DELTA);
+const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
+/// The states behind groups of chunks; the last is the final state.
+const STATES: &str = "*batch G T/group_tokens K V";
+
+/// Sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
+/// inverses and the values that enter its states.
+const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
+const CHUNK_STATES: ArrayDecl = scratch("chunk_states", "*batch G T/turn_tokens K V", LIKE_Q);
+const INVERSE: ArrayDecl =
+    scratch("inverse", "*batch G T/turn_tokens 8192", LIKE_Q).given(DELTA);
+const VALUES: ArrayDecl = scratch("values", "*batch G T/turn_tokens 64 V", LIKE_Q).given(DELTA);
+
+/// A group has `group_tokens`, a multiple of 64; `turn_tokens` is 64 times the number of groups, so that
+/// T / turn_tokens, rounded up, is the number of chunks of a group.
+const ATTRIBUTES: &[AttributeDecl] = &[
+    attribute("delta", Range::Bool),
+    attribute("scale", Range::Finite),
+    attribute("group_tokens", Range::Extent),
+    attribute("turn_tokens", Range::Extent),
+];
+
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
+
+pub(crate) const FORWARD: Declaration = Declaration {
+    name: c"xentile_linear_attention_forward",
+    summary: "Linear attention, or with b the gated delta rule, and the states behind groups of chunks.",
+    host: Stages::None,
+    operands: &[Q, K, V, LOG_DECAY, B, INITIAL_STATE],
+    results: &[
+        output("o", "*batch T G V", LIKE_Q),
+        output("states", STATES, F32),
+        DECAYS,
+        CHUNK_STATES,
+        INVERSE,
+        VALUES,
+    ],
+    attributes: &[ATTRIBUTES],
+    ..Declaration::BASE
+};
+
+pub(crate) const BACKWARD: Declaration = Declaration {
+    name: c"xentile_linear_attention_backward",
+    summary: "The gradients of all arguments, from the states that forward gave and the cotangents of o and of \
+              the final state.",
+    operands: &[
+        Q,
+        K,
+        V,
+        LOG_DECAY,
+        B,
+        INITIAL_STATE,
+        residual("states", STATES, F32),
+        cotangent("do", "*batch T G V", LIKE_Q),
+        cotangent("dfinal_state", "*batch G K V", F32),
+    ],
+    results: &[
+        gradient("dq", "*batch T H K", LIKE_Q),
+        gradient("dk", "*batch T H K", LIKE_Q),
+        gradient("dv", "*batch T G V", LIKE_Q),
+        gradient("dg", "*batch T G", F32),
+        gradient("db", "*batch T G", F32).given(DELTA),
+        gradient("dinitial_state", "*batch G K V", F32),
+        DECAYS,
+        CHUNK_STATES,
+        INVERSE,
+        VALUES,
+        scratch("chunk_dstates", "*batch G T/turn_tokens K V", LIKE_Q),
+        scratch("pulled", "*batch G T/turn_tokens 64 V", F32).given(DELTA),
+        scratch("dsolved", "*batch G T/turn_tokens 64 V", LIKE_Q).given(DELTA),
+        scratch("dq_parts", "*batch G T/turn_tokens 64 K", F32).given(SHARED),
+        scratch("dk_parts", "*batch G T/turn_tokens 64 K", F32).given(SHARED),
+    ],
+    attributes: &[ATTRIBUTES, &[attribute("shared", Range::Bool)]],
+    ..FORWARD
+};

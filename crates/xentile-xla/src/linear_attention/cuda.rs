@@ -1,0 +1,366 @@
+//! Linear attention and the gated delta rule on NVIDIA GPUs.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use xentile_cuda::linear_attention::{self as kernels, LinearAttention, Shape};
+use xla_ffi::{Context, DType, Decoder, Error, Parameter, Result, Stage};
+
+use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
+use crate::dtype;
+use crate::target::target_list;
+
+target_list! {
+    CUDA;
+
+    super::FORWARD: fn xentile_linear_attention_forward_cuda,
+        initialize xentile_linear_attention_forward_cuda_initialize = forward(
+        operands, o, states, scratch, context,
+    );
+    super::BACKWARD: fn xentile_linear_attention_backward_cuda,
+        initialize xentile_linear_attention_backward_cuda_initialize = backward(
+        operands, cotangents, gradients, scratch, more, context,
+    );
+}
+
+const CHUNK: usize = 64;
+
+/// What both passes take.
+struct Operands<'a> {
+    delta: bool,
+    scale: f64,
+    group_tokens: i64,
+    turn_tokens: i64,
+    q: Any<'a>,
+    k: Any<'a>,
+    v: Any<'a>,
+    g: Floats<'a>,
+    b: Option<Floats<'a>>,
+    initial_state: Floats<'a>,
+}
+
+struct Cotangents<'a> {
+    states: Floats<'a>,
+    o: Any<'a>,
+    final_state: Floats<'a>,
+}
+
+struct Gradients<'a> {
+    q: AnyMut<'a>,
+    k: AnyMut<'a>,
+    v: AnyMut<'a>,
+    g: FloatsMut<'a>,
+    b: Option<FloatsMut<'a>>,
+    initial_state: FloatsMut<'a>,
+}
+
+struct Scratch<'a> {
+    decays: FloatsMut<'a>,
+    states: AnyMut<'a>,
+    inverse: Option<AnyMut<'a>>,
+    values: Option<AnyMut<'a>>,
+}
+
+struct BackwardScratch<'a> {
+    dstates: AnyMut<'a>,
+    pulled: Option<FloatsMut<'a>>,
+    dsolved: Option<AnyMut<'a>>,
+    parts: Option<[FloatsMut<'a>; 2]>,
+}
+
+/// The parameter `name` if the attribute `flag` is true.
+fn given<'a, P: Parameter<'a>>(
+    decoder: &mut Decoder<'a>,
+    flag: &'static str,
+    name: &'static str,
+) -> Result<Option<P>> {
+    let is_given = decoder.parameter(flag)?;
+    if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
+}
+
+impl<'a> Parameter<'a> for Operands<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            delta: decoder.parameter("delta")?,
+            scale: decoder.parameter("scale")?,
+            group_tokens: decoder.parameter("group_tokens")?,
+            turn_tokens: decoder.parameter("turn_tokens")?,
+            q: decoder.parameter("q")?,
+            k: decoder.parameter("k")?,
+            v: decoder.parameter("v")?,
+            g: decoder.parameter("g")?,
+            b: given(decoder, "delta", "b")?,
+            initial_state: decoder.parameter("initial_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Cotangents<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            states: decoder.parameter("states")?,
+            o: decoder.parameter("do")?,
+            final_state: decoder.parameter("dfinal_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Gradients<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            q: decoder.parameter("dq")?,
+            k: decoder.parameter("dk")?,
+            v: decoder.parameter("dv")?,
+            g: decoder.parameter("dg")?,
+            b: given(decoder, "delta", "db")?,
+            initial_state: decoder.parameter("dinitial_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Scratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            decays: decoder.parameter("decays")?,
+            states: decoder.parameter("chunk_states")?,
+            inverse: given(decoder, "delta", "inverse")?,
+            values: given(decoder, "delta", "values")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for BackwardScratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let (dstates, pulled, dsolved) = (
+            decoder.parameter("chunk_dstates")?,
+            given(decoder, "delta", "pulled")?,
+            given(decoder, "delta", "dsolved")?,
+        );
+        let of_q: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
+        let of_k: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
+        Ok(Self { dstates, pulled, dsolved, parts: of_q.zip(of_k).map(|(q, k)| [q, k]) })
+    }
+}
+
+/// A call's extents, by which all shapes are checked.
+struct Extents<'a> {
+    leading: &'a [usize],
+    shape: Shape,
+    groups: usize,
+    chunks: usize,
+}
+
+impl Extents<'_> {
+    /// Checks that an array, with its name, is *batch and then `last`.
+    fn check(&self, name: &str, dims: &[usize], last: &[usize]) -> Result {
+        let right = [self.leading, last].concat();
+        if dims == right {
+            return Ok(());
+        }
+        Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
+    }
+
+    /// The same of an array in bf16.
+    fn check_rounded(&self, name: &str, dims: &[usize], dtype: DType, last: &[usize]) -> Result {
+        check_dtype(name, dtype)?;
+        self.check(name, dims, last)
+    }
+
+    /// Checks memory that a pass works in.
+    fn check_scratch(&self, scratch: &Scratch) -> Result {
+        let Shape { heads, keys, values, group, .. } = self.shape;
+        let Scratch { decays, states, inverse, values: of_values } = scratch;
+        self.check("decays", decays.dims(), &[heads, self.chunks, 3 * CHUNK])?;
+        let last = [heads, group, keys, values];
+        self.check_rounded("chunk_states", states.dims(), states.dtype(), &last)?;
+        if let Some(inverse) = inverse {
+            let last = [heads, group, 2 * CHUNK * CHUNK];
+            self.check_rounded("inverse", inverse.dims(), inverse.dtype(), &last)?;
+        }
+        of_values.as_ref().map_or(Ok(()), |array| {
+            let last = [heads, group, CHUNK, values];
+            self.check_rounded("values", array.dims(), array.dtype(), &last)
+        })
+    }
+}
+
+impl<'a> Operands<'a> {
+    /// Checks all shapes and dtypes.
+    fn extents(&'a self) -> Result<Extents<'a>> {
+        let (q, v) = (self.q.dims(), self.v.dims());
+        let (&[ref leading @ .., tokens, key_heads, keys], &[.., heads, values]) = (q, v) else {
+            return Err(invalid(format_args!(
+                "`q` has shape {q:?} and `v` {v:?}; they must be [.., T, H, K] and [.., T, G, V]"
+            )));
+        };
+        let [group_tokens, turn_tokens] =
+            [self.group_tokens, self.turn_tokens].map(|tokens| usize::try_from(tokens).unwrap_or(0));
+        let chunks = tokens.div_ceil(CHUNK);
+        let group = tokens.checked_div(turn_tokens).map_or(0, |_| tokens.div_ceil(turn_tokens));
+        let groups = tokens.checked_div(group_tokens).map_or(0, |_| tokens.div_ceil(group_tokens));
+        let is_whole = group_tokens.is_multiple_of(CHUNK) && turn_tokens.is_multiple_of(CHUNK);
+        if tokens > 0 && (!is_whole || groups == 0 || chunks.div_ceil(groups) != group || group * CHUNK != group_tokens)
+        {
+            return Err(invalid(format_args!(
+                "attributes `group_tokens` and `turn_tokens` are {group_tokens} and {turn_tokens} for \
+                 {tokens} tokens; they must be 64 times the chunks of a group and the number of groups"
+            )));
+        }
+        let sequences = if leading.contains(&0) { 0 } else { leading.iter().product() };
+        let shape =
+            Shape { sequences, tokens, key_heads, heads, keys, values, group: group.max(1) };
+        let extents = Extents { leading, shape, groups, chunks };
+        check_dtype("q", self.q.dtype())?;
+        extents.check_rounded("k", self.k.dims(), self.k.dtype(), &[tokens, key_heads, keys])?;
+        extents.check_rounded("v", v, self.v.dtype(), &[tokens, heads, values])?;
+        extents.check("g", self.g.dims(), &[tokens, heads])?;
+        if let Some(b) = &self.b {
+            extents.check("b", b.dims(), &[tokens, heads])?;
+        }
+        extents.check("initial_state", self.initial_state.dims(), &[heads, keys, values])?;
+        Ok(extents)
+    }
+
+    /// The call, and its operands as kernels take them.
+    fn prepared(&self, extents: &Extents) -> Result<(LinearAttention, kernels::Operands)> {
+        let scale = self.scale as f32;
+        if !scale.is_finite() {
+            return Err(invalid(format_args!(
+                "attribute `scale` is {}; it must be finite in f32",
+                self.scale
+            )));
+        }
+        let call = LinearAttention::new(extents.shape, self.delta, scale).map_err(failed)?;
+        let operands = kernels::Operands {
+            q: self.q.as_ptr().cast_const(),
+            k: self.k.as_ptr().cast_const(),
+            v: self.v.as_ptr().cast_const(),
+            g: self.g.as_ptr().cast_const().cast(),
+            b: self.b.as_ref().map(|b| b.as_ptr().cast_const().cast()),
+            initial_state: self.initial_state.as_ptr().cast_const().cast(),
+        };
+        Ok((call, operands))
+    }
+}
+
+impl Scratch<'_> {
+    fn places(&self) -> kernels::Scratch {
+        kernels::Scratch {
+            decays: self.decays.as_ptr().cast(),
+            states: self.states.as_ptr(),
+            inverse: place(self.inverse.as_ref()),
+            values: place(self.values.as_ref()),
+        }
+    }
+}
+
+/// Where an array is, or null.
+fn place(array: Option<&AnyMut>) -> *mut c_void {
+    array.map_or(null_mut(), |array| array.as_ptr())
+}
+
+fn check_dtype(name: &str, found: DType) -> Result {
+    if found == DType::Bf16 { Ok(()) } else { Err(dtype::wrong(name, found, "bf16")) }
+}
+
+fn invalid(message: impl std::fmt::Display) -> Error {
+    Error::invalid_argument(message.to_string())
+}
+
+fn forward(
+    operands: Operands,
+    o: AnyMut,
+    states: FloatsMut,
+    scratch: Scratch,
+    context: Context,
+) -> Result {
+    let extents = operands.extents()?;
+    let Shape { tokens, heads, keys, values, .. } = extents.shape;
+    extents.check_rounded("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
+    extents.check("states", states.dims(), &[heads, extents.groups, keys, values])?;
+    extents.check_scratch(&scratch)?;
+    let (call, operands) = operands.prepared(&extents)?;
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    let outputs = kernels::Outputs { o: o.as_ptr(), states: states.as_ptr().cast() };
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => call.load(false, stream),
+            _ => call.forward(stream, operands, outputs, scratch.places()),
+        }
+    };
+    outcome.map_err(failed)
+}
+
+fn backward(
+    operands: Operands,
+    cotangents: Cotangents,
+    gradients: Gradients,
+    scratch: Scratch,
+    more: BackwardScratch,
+    context: Context,
+) -> Result {
+    let extents = operands.extents()?;
+    let Shape { tokens, key_heads, heads, keys, values, group, .. } = extents.shape;
+    let [of_keys, of_values] = [[tokens, key_heads, keys], [tokens, heads, values]];
+    let of_state = [heads, keys, values];
+    extents.check("states", cotangents.states.dims(), &[heads, extents.groups, keys, values])?;
+    extents.check("dfinal_state", cotangents.final_state.dims(), &of_state)?;
+    extents.check_rounded("do", cotangents.o.dims(), cotangents.o.dtype(), &of_values)?;
+    for (name, array, last) in [
+        ("dq", &gradients.q, &of_keys),
+        ("dk", &gradients.k, &of_keys),
+        ("dv", &gradients.v, &of_values),
+    ] {
+        extents.check_rounded(name, array.dims(), array.dtype(), last)?;
+    }
+    extents.check("dg", gradients.g.dims(), &[tokens, heads])?;
+    if let Some(b) = &gradients.b {
+        extents.check("db", b.dims(), &[tokens, heads])?;
+    }
+    extents.check("dinitial_state", gradients.initial_state.dims(), &of_state)?;
+    extents.check_scratch(&scratch)?;
+    let last = [heads, group, keys, values];
+    extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;
+    if let Some(pulled) = &more.pulled {
+        extents.check("pulled", pulled.dims(), &[heads, group, CHUNK, values])?;
+    }
+    if let Some(array) = &more.dsolved {
+        let last = [heads, group, CHUNK, values];
+        extents.check_rounded("dsolved", array.dims(), array.dtype(), &last)?;
+    }
+    for part in more.parts.iter().flatten() {
+        extents.check("dq_parts` and `dk_parts", part.dims(), &[heads, group, CHUNK, keys])?;
+    }
+    let (call, operands) = operands.prepared(&extents)?;
+    xentile_cuda::available().map_err(failed)?;
+    let stream = context.stream()?.as_ptr();
+    let cotangents = kernels::Cotangents {
+        o: cotangents.o.as_ptr().cast_const(),
+        final_state: cotangents.final_state.as_ptr().cast_const().cast(),
+        states: cotangents.states.as_ptr().cast_const().cast(),
+    };
+    let gradients = kernels::Gradients {
+        q: gradients.q.as_ptr(),
+        k: gradients.k.as_ptr(),
+        v: gradients.v.as_ptr(),
+        g: gradients.g.as_ptr().cast(),
+        b: gradients.b.map(|b| b.as_ptr().cast()),
+        initial_state: gradients.initial_state.as_ptr().cast(),
+    };
+    let more = kernels::BackwardScratch {
+        dstates: more.dstates.as_ptr(),
+        pulled: more.pulled.map_or(null_mut(), |array| array.as_ptr().cast()),
+        dsolved: place(more.dsolved.as_ref()),
+        parts: more.parts.map(|parts| parts.map(|part| part.as_ptr().cast())),
+    };
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    let outcome = unsafe {
+        match context.stage() {
+            Stage::Initialize => call.load(true, stream),
+            _ => call.backward(stream, operands, cotangents, gradients, (scratch.places(), more)),
+        }
+    };
+    outcome.map_err(failed)
+}

@@ -1,0 +1,224 @@
+"""Calls of the kernels of linear attention and the gated delta rule, and their derivative.
+
+Kernels have chunks of 64 tokens in groups, as `program` has, and leave the states behind groups for
+the backward pass. They are for bfloat16, and for 64 or 128 columns of keys and of values.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import linear
+from ..bound import Bound
+from ..custom_call import bind, declared_call
+from ..operation import Implementation
+from . import OPERATION
+from .program import CHUNK, DELTA_ARRAYS, Options, Program
+
+FORWARD, BACKWARD = "xentile_linear_attention_forward", "xentile_linear_attention_backward"
+WIDTHS = (64, 128)
+# Chunks and heads of a group: enough for some CTAs on every multiprocessor, and at most 36 MiB of
+# each array that a group has in memory.
+GROUP = 1024
+LEAST_CHUNKS = 4
+# GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
+CAPABILITIES = ("9.0", "10.0", "10.3")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The options of a call by kernels."""
+
+    options: Options
+    # Chunks of a group, and the number of groups.
+    chunks: int
+    groups: int
+    # What the user asked for by name.
+    implementation: Implementation | None = None
+
+    @staticmethod
+    def of(options: Options, arrays: Any, implementation: Implementation | None) -> "Call":
+        """Returns the call for arrays that `lacks` says nothing of."""
+        q, _, v, *_ = arrays
+        every = -(-q.shape[1] // CHUNK)
+        batch, _, heads, _ = v.shape
+        most = max(GROUP // max(batch * heads, 1), LEAST_CHUNKS)
+        groups = -(-every // min(most, every))
+        chunks = -(-every // groups)
+        return Call(options, chunks, -(-every // chunks), implementation)
+
+    def attributes(self, arrays: Any) -> dict[str, Any]:
+        """Returns the attributes of both targets."""
+        return {
+            "delta": len(arrays) == DELTA_ARRAYS,
+            "scale": self.options.scale,
+            "group_tokens": self.chunks * CHUNK,
+            "turn_tokens": self.groups * CHUNK,
+        }
+
+    def program(self) -> Program:
+        """Returns XLA's program in the same groups."""
+        return Program(self.options, None, CHUNK, self.chunks * CHUNK)
+
+
+def lacks(options: Options, arrays: Any) -> str | None:
+    """Returns what of a call kernels do not take, or None."""
+    q, _, v, *_ = arrays
+    if q.dtype != jnp.bfloat16:
+        return f"q has dtype {q.dtype}; it must be bfloat16"
+    for name, one in (("q", q), ("v", v)):
+        if one.shape[-1] not in WIDTHS:
+            return f"{name} has {one.shape[-1]} columns; it must have 64 or 128"
+    if options.l2_norm:
+        return "qk_l2_norm is True; it must be False"
+    sizes = (*q.shape, *v.shape)
+    if not all(isinstance(size, int) for size in sizes) or not math.prod(sizes):
+        return f"q has shape {q.shape} and v {v.shape}; their axes must be numbers, and none 0"
+    return None
+
+
+def attend(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns o and the final state of q, k, v, g, b for the delta rule, and a state.
+
+    g and b are in float32, and g is not below -128.
+    """
+    o, state = _attend(call, *arrays)
+    return o, state
+
+
+def _without(call: Call) -> tuple[str, ...]:
+    """Returns the platforms without a kernel: GPUs too, if one here has too little memory."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        devices = []
+    named = [str(getattr(one, "compute_capability", CAPABILITIES[0])) for one in devices]
+    fits = all(one in CAPABILITIES for one in named)
+    return ("cpu", "tpu") if fits or call.implementation else ("cpu", "tpu", "cuda")
+
+
+def _bind(call: Call, target: str, dense: Any, attributes: Any, *arrays: jax.Array) -> Any:
+    one = declared_call(
+        OPERATION,
+        target,
+        attributes,
+        implementation=call.implementation,
+        dense=Bound(dense, call),
+        dense_on=_without(call),
+        # XLA shards its own program by batch and heads.
+        dense_if_sharded=True,
+    )
+    return bind(one, *arrays)
+
+
+def _forward(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns o and the states behind groups, [B, H', groups, K, V]."""
+    o, states, *_ = _bind(call, FORWARD, _dense_forward, call.attributes(arrays), *arrays)
+    return o, states
+
+
+def _dense_forward(call: Call, *arrays: jax.Array) -> list[jax.Array]:
+    leading, arrays = _with_one_batch(arrays)
+    o, state, saved = call.program().forward(*arrays)
+    # States before groups, g b h r k v, are those behind the groups before.
+    behind = jnp.concatenate([saved[1:], state.reshape(1, *saved.shape[1:])])
+    states = jnp.moveaxis(behind, 0, 3).reshape(*state.shape[:2], call.groups, *state.shape[2:])
+    return _with_axes(leading, [o, states, *_scratch(call, False, arrays)])
+
+
+def _dense_backward(call: Call, *every: jax.Array) -> list[jax.Array]:
+    leading, (*arrays, states, do, dstate) = _with_one_batch(every)
+    heads = arrays[0].shape[2]
+    batch, all_heads, groups, *rest = states.shape
+    behind = jnp.moveaxis(states.reshape(batch, heads, all_heads // heads, groups, *rest), 3, 0)
+    saved = jnp.concatenate([arrays[-1].reshape(1, *behind.shape[1:]), behind[:-1]])
+    found = call.program().backward(arrays, saved, do, dstate)
+    return _with_axes(leading, [*found, *_scratch(call, True, arrays)])
+
+
+def _with_one_batch(arrays: Any) -> tuple[tuple[int, ...], tuple[jax.Array, ...]]:
+    """Returns the axes before tokens, of which `vmap` adds some, and arrays with one for them."""
+    leading = arrays[0].shape[:-3]
+    if len(leading) == 1:
+        return leading, tuple(arrays)
+    flat = (one.reshape(-1, *one.shape[len(leading) :]) for one in arrays)
+    return leading, tuple(flat)
+
+
+def _with_axes(leading: tuple[int, ...], arrays: list[jax.Array]) -> list[jax.Array]:
+    if len(leading) == 1:
+        return arrays
+    return [one.reshape(*leading, *one.shape[1:]) for one in arrays]
+
+
+def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
+    """Returns zeros for what kernels work in, which XLA drops, as nothing reads them."""
+    q, _, v, *_ = arrays
+    batch, tokens, _, width = q.shape
+    heads, columns = v.shape[2:]
+    is_delta, group = len(arrays) == DELTA_ARRAYS, (batch, heads, call.chunks)
+    found = [
+        jnp.zeros((batch, heads, -(-tokens // CHUNK), 3 * CHUNK), jnp.float32),
+        jnp.zeros((*group, width, columns), q.dtype),
+    ]
+    rows = (*group, CHUNK, columns)
+    if is_delta:
+        found.append(jnp.zeros((*group, 2 * CHUNK * CHUNK), q.dtype))
+        found.append(jnp.zeros(rows, q.dtype))
+    if is_backward:
+        found.append(jnp.zeros((*group, width, columns), q.dtype))
+        if is_delta:
+            found += [jnp.zeros(rows, jnp.float32), jnp.zeros(rows, q.dtype)]
+        if q.shape[2] != heads:
+            found += [jnp.zeros((*group, CHUNK, width), jnp.float32)] * 2
+    return found
+
+
+def _both(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns o, the final state and the states behind groups."""
+    o, states = _forward(call, *arrays)
+    return o, states[:, :, -1], states
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    o, state, _ = _both(call, *arrays)
+    return o, state
+
+
+@partial(_attend.defjvp, symbolic_zeros=True)
+def _jvp(call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    o, state, states = map(OPERATION.named, _both(call, *primals))
+    moving = [linear.given(one) for one in tangents]
+    apply, transpose = Bound(_apply, call), Bound(_transpose, call)
+    return (o, state), tuple(
+        linear.bind(apply, transpose, [*primals, states], moving, [o, state])
+    )
+
+
+def _plain(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    o, state, _ = call.program().forward(*arrays)
+    return o, state
+
+
+def _apply(call: Call, residuals: Any, tangents: Any) -> Any:
+    *arrays, _ = residuals
+    return linear.tangents_of(partial(_plain, call), arrays, tangents)
+
+
+def _transpose(call: Call, residuals: Any, cotangents: Any) -> Any:
+    *arrays, _ = residuals
+    if all(one is None for one in cotangents):
+        return [None] * len(arrays)
+    do, dstate = (
+        jnp.zeros_like(like) if one is None else one
+        for one, like in zip(cotangents, (arrays[2], arrays[-1]), strict=True)
+    )
+    attributes = call.attributes(arrays)
+    attributes["shared"] = arrays[0].shape[2] != arrays[2].shape[2]
+    found = _bind(call, BACKWARD, _dense_backward, attributes, *residuals, do, dstate)
+    return found[: len(arrays)]
