@@ -12,10 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_bridge import gated_delta_rule, linear_attention
+from pallas_bridge._src.linear_attention import calls
+from pallas_bridge._src.linear_attention.program import Options
 
 
 def _linear(q: Any, k: Any, v: Any, g: Any, **options: Any) -> Any:
-    # There is one implementation.
+    # Cases have dtypes and columns of which there is one implementation.
     options.pop("implementation", None)
     return linear_attention(q, k, v, _apply(_log_decay, g), return_final_state=True, **options)
 
@@ -82,9 +84,11 @@ def draw(
     *,
     decay: str = "mixed",
     dtype: str = "float32",
+    width: int = 16,
+    columns: int = 24,
 ) -> Arrays:
     """Arguments, with 2 heads of keys and 4 of values, and cotangents."""
-    batch, heads, shared, width, columns = 2, 2, 2, 16, 24
+    batch, heads, shared = 2, 2, 2
     value_shape = (batch, tokens, heads * shared)
     k = rng.normal(size=(batch, tokens, heads, width))
     if rule == "delta":
@@ -214,6 +218,65 @@ def test_16_bits(rng: np.random.Generator, rule: str, dtype: str) -> None:
         name: "float32" for name in ("final state", "dg", "dstate")
     }
     assert_close(found, expected(rule, arrays), OFF[dtype])
+
+
+# What kernels take: on GPUs they run, elsewhere XLA's program in their groups of chunks.
+@pytest.mark.parametrize(("tokens", "decay"), [(300, "slow"), (5, "fast")])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_what_kernels_take(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    tokens: int,
+    decay: str,
+) -> None:
+    monkeypatch.setattr(calls, "GROUP", 16)
+    monkeypatch.setattr(calls, "LEAST_CHUNKS", 2)
+    sizes = {"width": 64, "columns": 128}
+    arrays = draw(rng, rule, tokens, decay=decay, dtype="bfloat16", **sizes)
+    if rule == "linear":
+        arrays["k"] = arrays["k"] / 8
+    call = calls.Call.of(Options(1.0, l2_norm=False), [arrays[name] for name in "qkv"], None)
+    assert (call.chunks, call.groups) == ((2, 3) if tokens == 300 else (1, 1))
+    found = jax.jit(partial(found_by, rule))(arrays)
+    right = expected(rule, arrays)
+    # These sums of float32 have factors in bfloat16.
+    sums = {name: (found.pop(name), right.pop(name)) for name in ("dg", "db") if name in found}
+    assert_close(found, right, OFF["bfloat16"])
+    for name, (one, other) in sums.items():
+        assert_close({name: one}, {name: other}, 1e-2)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_vmap_of_what_kernels_take(rng: np.random.Generator, rule: str) -> None:
+    arrays = draw(rng, rule, 65, dtype="bfloat16", width=64, columns=64)
+    several = {**arrays, "q": jnp.stack([arrays["q"], -arrays["q"]])}
+    axes = {name: 0 if name == "q" else None for name in arrays}
+    found = jax.jit(jax.vmap(partial(found_by, rule), in_axes=(axes,)))(several)
+    alone = jax.jit(partial(found_by, rule))
+    for index in range(2):
+        right = alone({**arrays, "q": several["q"][index]})
+        wide = {name: np.asarray(one).astype(np.float64) for name, one in right.items()}
+        assert_close({name: one[index] for name, one in found.items()}, wide, 1e-3)
+
+
+def test_kernels_that_there_are_not(rng: np.random.Generator) -> None:
+    def kernels(arrays: Arrays, **options: Any) -> Any:
+        given = [arrays[name] for name in "qkvbg"]
+        return gated_delta_rule(*given, implementation="custom_call", **options)
+
+    wide = {"width": 64, "columns": 64}
+    right = draw(rng, "delta", 5, dtype="bfloat16", **wide)
+    for arrays, options, message in (
+        (draw(rng, "delta", 5, **wide), {}, "q has dtype float32; it must be bfloat16 for kernels"),
+        (draw(rng, "delta", 5, dtype="bfloat16"), {}, "q has 16 columns; it must have 64 or 128"),
+        (right, {"qk_l2_norm": True}, "qk_l2_norm is True; it must be False"),
+        ({name: one[:0] for name, one in right.items()}, {}, "q has shape .* none 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels(arrays, **options)
+    with pytest.raises(ValueError, match="implementation is 'fast'"):
+        linear_attention(*[right[name] for name in "qkv"], implementation="fast")
 
 
 def test_arguments_that_may_be_left_out(rng: np.random.Generator) -> None:

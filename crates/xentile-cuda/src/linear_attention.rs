@@ -210,9 +210,9 @@ impl LinearAttention {
             return Err(option("group", group, "at least 1"));
         }
         let chunks = tokens.div_ceil(CHUNK as usize);
-        let each = [sequences, heads, chunks.max(8), 8].into_iter().try_fold(1_usize, |all, one| {
-            all.checked_mul(one.max(1))
-        });
+        let each = [sequences, heads, chunks.max(8), 8]
+            .into_iter()
+            .try_fold(1_usize, |all, one| all.checked_mul(one.max(1)));
         if each.is_none_or(|all| i32::try_from(all).is_err()) {
             return Err(option("B H' T", sequences * heads, "few enough for a grid of chunks"));
         }
@@ -243,9 +243,9 @@ impl LinearAttention {
             (false, false) => &[K::Decays, K::Chain, K::Outputs],
             (false, true) => &[K::Decays, K::Prepare, K::Chain, K::Outputs],
             (true, false) => &[K::Decays, K::Chains, K::Gradients, K::Heads],
-            (true, true) => &[
-                K::Decays, K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads,
-            ],
+            (true, true) => {
+                &[K::Decays, K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads]
+            }
         };
         for &kernel in all {
             // SAFETY: passed on from this function's contract.
@@ -269,7 +269,9 @@ impl LinearAttention {
         outputs: Outputs,
         scratch: Scratch,
     ) -> Result<()> {
-        for (name, array) in [("o", outputs.o.cast_const()), ("states", outputs.states.cast_const().cast())] {
+        for (name, array) in
+            [("o", outputs.o.cast_const()), ("states", outputs.states.cast_const().cast())]
+        {
             check_alignment(name, array)?;
         }
         let mut all = Arguments { out: outputs.o, ..self.arguments(&operands, &scratch)? };
@@ -279,7 +281,9 @@ impl LinearAttention {
             self.begin(group, &mut all, operands.initial_state, outputs.states);
             all.behind = outputs.states.wrapping_add(group * self.state_elements());
             all.behind_stride = (self.groups() * self.state_elements()) as i64;
-            let kernels = if self.delta { &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..] } else {
+            let kernels = if self.delta {
+                &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..]
+            } else {
                 &[Kernel::Chain, Kernel::Outputs]
             };
             for &kernel in kernels {
@@ -353,7 +357,8 @@ impl LinearAttention {
             let is_last = group + 1 == self.groups();
             all.dbehind = if is_last { cotangents.final_state } else { gradients.initial_state };
             let kernels = if self.delta {
-                &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients][..]
+                &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients]
+                    [..]
             } else {
                 &[Kernel::Chains, Kernel::Gradients]
             };
@@ -489,15 +494,24 @@ impl LinearAttention {
             }
             Kernel::Reverse => {
                 let pulled = of_delta(chunk * (slice + 4) * 4);
-                let stage = of_keys + of_slice + decays + of_delta(of_keys) + with_vector(2 * square);
+                let stage =
+                    of_keys + of_slice + decays + of_delta(of_keys) + with_vector(2 * square);
                 stages * (stage + pulled) + 2 * (state_slice + of_slice + 2 * with_vector(of_slice))
             }
-            Kernel::Chains => self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse)),
+            Kernel::Chains => {
+                self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse))
+            }
             Kernel::Outputs => 2 * of_keys + of_values + state + decays,
             Kernel::Pull => 2 * of_keys + of_values + 2 * square + decays,
             Kernel::Gradients => {
                 let sums = (2 + 4 + 2 + 2 + 4) * chunk * 4 + 8 * 4;
-                2 * of_keys + 2 * of_values + of_delta(of_values) + 2 * state + 4 * square + decays + sums
+                2 * of_keys
+                    + 2 * of_values
+                    + of_delta(of_values)
+                    + 2 * state
+                    + 4 * square
+                    + decays
+                    + sums
             }
         }
     }
@@ -518,7 +532,12 @@ impl LinearAttention {
 
     /// # Safety
     /// As for [`forward`](Self::forward).
-    unsafe fn launch(&self, kernel: Kernel, stream: RawStream, arguments: &Arguments) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        stream: RawStream,
+        arguments: &Arguments,
+    ) -> Result<()> {
         let ctas = self.ctas(kernel, arguments.chunks as usize);
         if ctas == 0 {
             return Ok(());
@@ -567,7 +586,8 @@ mod tests {
 
     #[test]
     fn shared_memory_is_that_of_kernels() {
-        let [plain, delta] = [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
+        let [plain, delta] =
+            [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
         for (call, kernel, right) in [
             (delta, Kernel::Prepare, PREPARE_SHARED),
             (plain, Kernel::Chain, CHAIN_SHARED),

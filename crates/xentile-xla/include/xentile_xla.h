@@ -312,6 +312,21 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initiali
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_linear_attention_forward: Linear attention, or with b the gated delta rule, and the
+ * states behind groups of chunks. (q, k, v, g, b, initial_state) -> (o, states, decays,
+ * chunk_states, inverse, values). */
+struct XLA_FFI_Error* xentile_linear_attention_forward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_attention_forward_cuda(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear_attention_backward: The gradients of all arguments, from the states that
+ * forward gave and the cotangents of o and of the final state. (q, k, v, g, b, initial_state,
+ * states, do, dfinal_state) -> (dq, dk, dv, dg, db, dinitial_state, decays, chunk_states,
+ * inverse, values, chunk_dstates, pulled, dsolved, dq_parts, dk_parts). */
+struct XLA_FFI_Error* xentile_linear_attention_backward_cuda_initialize(
+    struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_linear_attention_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_linear_cross_entropy_forward: loss, logps, lse and lse_low of each token. (hidden,
  * weight, labels, bias) -> (loss, logps, lse, lse_low, scratch). */
 struct XLA_FFI_Error* xentile_linear_cross_entropy_forward_host(

@@ -28,8 +28,7 @@ const STATES: &str = "*batch G T/group_tokens K V";
 /// inverses and the values that enter its states.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
 const CHUNK_STATES: ArrayDecl = scratch("chunk_states", "*batch G T/turn_tokens K V", LIKE_Q);
-const INVERSE: ArrayDecl =
-    scratch("inverse", "*batch G T/turn_tokens 8192", LIKE_Q).given(DELTA);
+const INVERSE: ArrayDecl = scratch("inverse", "*batch G T/turn_tokens 8192", LIKE_Q).given(DELTA);
 const VALUES: ArrayDecl = scratch("values", "*batch G T/turn_tokens 64 V", LIKE_Q).given(DELTA);
 
 /// A group has `group_tokens`, a multiple of 64; `turn_tokens` is 64 times the number of groups, so that

@@ -193,13 +193,17 @@ impl<'a> Operands<'a> {
                 "`q` has shape {q:?} and `v` {v:?}; they must be [.., T, H, K] and [.., T, G, V]"
             )));
         };
-        let [group_tokens, turn_tokens] =
-            [self.group_tokens, self.turn_tokens].map(|tokens| usize::try_from(tokens).unwrap_or(0));
+        let [group_tokens, turn_tokens] = [self.group_tokens, self.turn_tokens]
+            .map(|tokens| usize::try_from(tokens).unwrap_or(0));
         let chunks = tokens.div_ceil(CHUNK);
         let group = tokens.checked_div(turn_tokens).map_or(0, |_| tokens.div_ceil(turn_tokens));
         let groups = tokens.checked_div(group_tokens).map_or(0, |_| tokens.div_ceil(group_tokens));
         let is_whole = group_tokens.is_multiple_of(CHUNK) && turn_tokens.is_multiple_of(CHUNK);
-        if tokens > 0 && (!is_whole || groups == 0 || chunks.div_ceil(groups) != group || group * CHUNK != group_tokens)
+        if tokens > 0
+            && (!is_whole
+                || groups == 0
+                || chunks.div_ceil(groups) != group
+                || group * CHUNK != group_tokens)
         {
             return Err(invalid(format_args!(
                 "attributes `group_tokens` and `turn_tokens` are {group_tokens} and {turn_tokens} for \

@@ -89,9 +89,9 @@ def linear_attention(
         o_t = scale S_t' q_t
 
     For Mamba-2 q is C, k is B, v is dt x, and g is dt A. The sequence runs in chunks of 64 tokens,
-    by kernels or in XLA's program (`implementation`). Sums are float32 whatever the dtype, and o is rounded once.
-    It is differentiable in both modes with respect to all arrays but `segment_ids`. The residuals
-    of the backward pass are the arguments and a state every few chunks.
+    by kernels or in XLA's program (`implementation`). Sums are float32 whatever the dtype, and o is
+    rounded once. It is differentiable in both modes with respect to all arrays but `segment_ids`.
+    The residuals of the backward pass are the arguments and a state every few chunks.
 
     For decoding, pass one token or a few with `initial_state` and `return_final_state`.
 
@@ -107,8 +107,8 @@ def linear_attention(
       segment_ids: [B, T] in int32, or None. The state is 0 where the id changes; `initial_state`
         belongs to the first segment.
       return_final_state: whether to return the state behind the last token too.
-      implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128 on
-        NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
+      implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128,
+        on NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
         kernels where there are any. In a program that XLA partitions over a mesh that is its own
         program, which shards batch and heads; within `shard_map` kernels run.
 

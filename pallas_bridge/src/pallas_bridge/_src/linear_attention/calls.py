@@ -195,9 +195,7 @@ def _jvp(call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
     o, state, states = map(OPERATION.named, _both(call, *primals))
     moving = [linear.given(one) for one in tangents]
     apply, transpose = Bound(_apply, call), Bound(_transpose, call)
-    return (o, state), tuple(
-        linear.bind(apply, transpose, [*primals, states], moving, [o, state])
-    )
+    return (o, state), tuple(linear.bind(apply, transpose, [*primals, states], moving, [o, state]))
 
 
 def _plain(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
