@@ -21,9 +21,10 @@ from .program import CHUNK, DELTA_ARRAYS, Options, Program
 
 FORWARD, BACKWARD = "xentile_linear_attention_forward", "xentile_linear_attention_backward"
 WIDTHS = (64, 128)
-# Chunks and heads of a group: enough for some CTAs on every multiprocessor, and at most 36 MiB of
-# each array that a group has in memory.
-GROUP = 1024
+# Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor, and
+# few enough for most to stay in the L2. Linear attention, which has fewer other arrays, has twice
+# as many.
+GROUP = 1 << 24
 LEAST_CHUNKS = 4
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
@@ -45,8 +46,9 @@ class Call:
         """Returns the call for arrays that `lacks` says nothing of."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
-        batch, _, heads, _ = v.shape
-        most = max(GROUP // max(batch * heads, 1), LEAST_CHUNKS)
+        batch, _, heads, columns = v.shape
+        elements = GROUP if len(arrays) == DELTA_ARRAYS else 2 * GROUP
+        most = max(elements // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
         groups = -(-every // min(most, every))
         chunks = -(-every // groups)
         return Call(options, chunks, -(-every // chunks), implementation)
