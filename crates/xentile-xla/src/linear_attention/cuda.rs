@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use xentile_cuda::linear_attention::{self as kernels, LinearAttention, Shape};
-use xla_ffi::{Context, DType, Decoder, Error, Parameter, Result, Stage};
+use xla_ffi::{Context, DType, Decoder, Error, OnDevice, Parameter, Result, Stage};
 
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
 use crate::dtype;
@@ -260,7 +260,7 @@ impl Scratch<'_> {
 
 /// Where an array is, or null.
 fn place(array: Option<&AnyMut>) -> *mut c_void {
-    array.map_or(null_mut(), |array| array.as_ptr())
+    array.map_or(null_mut(), OnDevice::as_ptr)
 }
 
 fn check_dtype(name: &str, found: DType) -> Result {
