@@ -10,10 +10,10 @@ import pytest
 from cases import case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from pallas_bridge import gated_delta_rule, linear_attention
 from pallas_bridge._src.linear_attention import calls
 from pallas_bridge._src.linear_attention.program import Options
+
+from pallas_bridge import gated_delta_rule, linear_attention
 
 
 def _linear(q: Any, k: Any, v: Any, g: Any, **options: Any) -> Any:
