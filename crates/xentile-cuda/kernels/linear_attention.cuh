@@ -65,6 +65,8 @@ struct LinearAttentionArguments {
 inline constexpr uint32_t kLinearChunk = 64;
 inline constexpr uint32_t kLinearSlice = 32;
 inline constexpr uint32_t kLinearThreads = 256;
+// CTAs that add up a chunk of heads that share keys.
+inline constexpr uint32_t kLinearParts = 8;
 
 namespace linear_attention {
 
@@ -1146,28 +1148,32 @@ struct Gradients {
   }
 };
 
-// Adds up dq and dk of heads that share keys: a CTA has a chunk of a head of keys.
+// Adds up dq and dk of heads that share keys: a CTA has eight tokens of a head of keys.
 template <int K>
 __device__ inline void add_heads(const Arguments& a) {
+  constexpr int kRows = kChunk / kLinearParts;
   const int shared = static_cast<int>(a.heads / a.key_heads);
-  const int64_t of = blockIdx.x / a.chunks, chunk = blockIdx.x % a.chunks;
+  const int64_t index = blockIdx.x / kLinearParts;
+  const int first_row = static_cast<int>(blockIdx.x % kLinearParts) * kRows;
+  const int64_t of = index / a.chunks, chunk = index % a.chunks;
   const int64_t first = of / a.key_heads * a.heads + of % a.key_heads * shared;
   const Place place(a, first, static_cast<int>(chunk));
   const int count = place.count(a);
-  for (int at = threadIdx.x; at < count * (K / 2); at += kThreads) {
-    const int r = at / (K / 2), c = at % (K / 2) * 2;
-    const int64_t to = place.row(a, a.key_heads, place.key_head, K) + r * (int64_t{a.key_heads} * K) + c;
-    for (int which = 0; which < 2; ++which) {
-      const float* from = (which == 0 ? a.dq_parts : a.dk_parts) + (place.slot(a) * kChunk + r) * K + c;
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 4
-      for (int head = 0; head < shared; ++head) {
-        const float2 x = *reinterpret_cast<const float2*>(from + head * (int64_t{a.chunks} * kChunk * K));
-        sum.x += x.x, sum.y += x.y;
-      }
-      Bits* all = static_cast<Bits*>(which == 0 ? a.dq : a.dk);
-      *reinterpret_cast<uint32_t*>(all + to) = mma::pack(sum.x, sum.y);
+  const int64_t next = int64_t{a.chunks} * kChunk * K;
+  for (int at = threadIdx.x; at < 2 * kRows * (K / 2); at += kThreads) {
+    const bool is_k = at >= kRows * (K / 2);
+    const int r = first_row + at / (K / 2) % kRows, c = at % (K / 2) * 2;
+    if (r >= count) continue;
+    const float* from = (is_k ? a.dk_parts : a.dq_parts) + (place.slot(a) * kChunk + r) * K + c;
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 8
+    for (int head = 0; head < shared; ++head) {
+      const float2 x = *reinterpret_cast<const float2*>(from + head * next);
+      sum.x += x.x, sum.y += x.y;
     }
+    Bits* to = static_cast<Bits*>(is_k ? a.dk : a.dq) +
+               place.row(a, a.key_heads, place.key_head, K) + r * (int64_t{a.key_heads} * K) + c;
+    *reinterpret_cast<uint32_t*>(to) = mma::pack(sum.x, sum.y);
   }
 }
 

@@ -54,6 +54,7 @@ numbers! {
     CHUNK: u32 = kLinearChunk, 64;
     SLICE: u32 = kLinearSlice, 32;
     THREADS: u32 = kLinearThreads, 256;
+    PARTS: u32 = kLinearParts, 8;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
@@ -523,7 +524,7 @@ impl LinearAttention {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
             Kernel::Chain | Kernel::Reverse => self.slices(),
             Kernel::Chains => 2 * self.slices(),
-            Kernel::Heads => sequences * key_heads * chunks,
+            Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
             Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
                 sequences * heads * chunks
             }
@@ -609,7 +610,7 @@ mod tests {
     fn groups_cover_all_chunks() {
         let call = LinearAttention::new(SHAPE, true, 1.0).unwrap();
         assert_eq!((call.chunks(), call.groups(), call.slices()), (16, 4, 24));
-        assert_eq!(call.ctas(Kernel::Heads, 4), 8);
+        assert_eq!(call.ctas(Kernel::Heads, 4), 64);
         assert_eq!(call.ctas(Kernel::Decays, 4), 12);
         assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_delta_128_128");
         let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
