@@ -181,6 +181,8 @@ __device__ inline uint32_t rounded(float x, uint32_t random) {
   return isnan(x) ? 0x7fc0u : high;
 }
 
+// Vectors are loaded and stored by intrinsics: the compiler splits plain accesses here into words.
+
 // Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all of
 // the warp's are within the array: without branches all loads begin before the first is waited for.
 template <bool kWhole>
@@ -194,10 +196,10 @@ struct Place {
 template <class E>
 __device__ inline void load4(const E* from, float (&x)[8], int at) {
   if constexpr (sizeof(E) == 4) {
-    const float4 vector = *reinterpret_cast<const float4*>(from);
+    const float4 vector = __ldcs(reinterpret_cast<const float4*>(from));
     x[at] = vector.x, x[at + 1] = vector.y, x[at + 2] = vector.z, x[at + 3] = vector.w;
   } else {
-    const uint2 vector = *reinterpret_cast<const uint2*>(from);
+    const uint2 vector = __ldcs(reinterpret_cast<const uint2*>(from));
     const float2 low = unpacked<E>(vector.x), high = unpacked<E>(vector.y);
     x[at] = low.x, x[at + 1] = low.y, x[at + 2] = high.x, x[at + 3] = high.y;
   }
@@ -209,7 +211,7 @@ __device__ inline void load(const void* array, const Place<kWhole>& place, float
   const E* from = static_cast<const E*>(array);
   if constexpr (kInRow && sizeof(E) == 2) {
     if (place.has(place.first, 8)) {
-      unpack<E>(*reinterpret_cast<const uint4*>(from + place.first), x);
+      unpack<E>(__ldcs(reinterpret_cast<const uint4*>(from + place.first)), x);
       return;
     }
   }
@@ -233,8 +235,8 @@ __device__ inline void store_floats(void* array, const Place<kWhole>& place, con
   for (int half = 0; half < 2; ++half) {
     const int64_t begin = place.begin(half);
     if (place.has(begin, 4)) {
-      *reinterpret_cast<float4*>(to + begin) =
-          make_float4(x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]);
+      __stcs(reinterpret_cast<float4*>(to + begin),
+             make_float4(x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]));
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
@@ -249,15 +251,21 @@ __device__ inline void store_halves(void* array, const Place<kWhole>& place,
                                     const uint32_t (&bits)[8]) {
   uint16_t* to = static_cast<uint16_t*>(array) + place.first;
   if (place.has(place.first, 8)) {
-    *reinterpret_cast<uint4*>(to) =
-        make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
-                   bits[6] | bits[7] << 16);
+    __stcs(reinterpret_cast<uint4*>(to),
+           make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                      bits[6] | bits[7] << 16));
   } else {
 #pragma unroll
     for (int k = 0; k < 8; ++k)
       if (place.first + k < place.size) to[k] = static_cast<uint16_t>(bits[k]);
   }
 }
+
+// A lane's codes, and the scales of both halves.
+struct Codes {
+  uint32_t words[2];
+  float scales[2];
+};
 
 // A moment in 8 bits. Sizes are multiples of 64, so that vectors are within the array or beyond it.
 template <bool kInRow, bool kSigned>
@@ -268,28 +276,33 @@ struct Moment {
   const Table& table;
 
   template <bool kWhole>
-  __device__ void load(const Place<kWhole>& place, float (&x)[8]) const {
-    uint32_t words[2] = {0, 0};
-    float by[2] = {0, 0};
+  __device__ Codes fetch(const Place<kWhole>& place) const {
+    Codes of{};
     if constexpr (kInRow) {
       if (place.has(place.first, 1)) {
-        const uint2 vector = *reinterpret_cast<const uint2*>(codes + place.first);
-        words[0] = vector.x, words[1] = vector.y;
-        by[0] = by[1] = scales[place.first >> block_log2];
+        const uint2 vector = __ldcs(reinterpret_cast<const uint2*>(codes + place.first));
+        of.words[0] = vector.x, of.words[1] = vector.y;
+        of.scales[0] = of.scales[1] = scales[place.first >> block_log2];
       }
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t begin = place.begin(half);
         if (place.has(begin, 1)) {
-          words[half] = *reinterpret_cast<const uint32_t*>(codes + begin);
-          by[half] = scales[begin >> block_log2];
+          of.words[half] = __ldcs(reinterpret_cast<const uint32_t*>(codes + begin));
+          of.scales[half] = scales[begin >> block_log2];
         }
       }
     }
+    return of;
+  }
+
+  __device__ void decode(const Codes& of, float (&x)[8]) const {
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      x[k] = table.values[(kSigned ? 0 : 256) + (words[k / 4] >> (k % 4 * 8) & 255)] * by[k / 4];
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t code = of.words[k / 4] >> (k % 4 * 8) & 255;
+      x[k] = table.values[(kSigned ? 0 : 256) + code] * of.scales[k / 4];
+    }
   }
 
   template <bool kWhole>
@@ -328,7 +341,7 @@ struct Moment {
     const int64_t last = (int64_t{1} << block_log2) - 1;
     if constexpr (kInRow) {
       if (place.has(place.first, 1)) {
-        *reinterpret_cast<uint2*>(codes + place.first) = make_uint2(words[0], words[1]);
+        __stcs(reinterpret_cast<uint2*>(codes + place.first), make_uint2(words[0], words[1]));
         if ((place.first & last) == 0)
           scales[place.first >> block_log2] = __uint_as_float(most[0]);
       }
@@ -337,7 +350,7 @@ struct Moment {
       for (int half = 0; half < 2; ++half) {
         const int64_t begin = place.begin(half);
         if (place.has(begin, 1)) {
-          *reinterpret_cast<uint32_t*>(codes + begin) = words[half];
+          __stcs(reinterpret_cast<uint32_t*>(codes + begin), words[half]);
           if ((begin & last) == 0) scales[begin >> block_log2] = __uint_as_float(most[half]);
         }
       }
@@ -365,8 +378,9 @@ __device__ inline void step(const OptimizerArray& array, const OptimizerScalars&
   load<kInRow, G>(array.grads, place, g);
   load<kInRow, P>(array.params, place, p);
   if constexpr (kQuantized) {
-    mu.load(place, m);
-    nu.load(place, v);
+    const Codes of_mu = mu.fetch(place), of_nu = nu.fetch(place);
+    mu.decode(of_mu, m);
+    nu.decode(of_nu, v);
   } else {
     load<kInRow, float>(array.mu, place, m);
     load<kInRow, float>(array.nu, place, v);
@@ -433,7 +447,7 @@ __device__ inline void sum_squares(const SumSquaresArguments& a) {
     for (int i = 0; i < static_cast<int>(kOptimizerTile / kOptimizerThreads) / per; ++i) {
       const int64_t at = tile + (i * kOptimizerThreads + threadIdx.x) * per;
       float values[per];
-      unpack<E>(*reinterpret_cast<const uint4*>(x + at), values);
+      unpack<E>(__ldcs(reinterpret_cast<const uint4*>(x + at)), values);
 #pragma unroll
       for (int k = 0; k < per; ++k) sum += values[k] * values[k];
     }

@@ -218,3 +218,27 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(gpus: Gpus, batch: 
     assert compiled.memory.alias_size_in_bytes == sum(one.size * 2 for one in arrays[1])
     # Less than keys and values of a layer.
     assert compiled.memory.temp_size_in_bytes < compiled.memory.alias_size_in_bytes / config.layers
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("adamw", ["sum_squares", "adamw"]), ("adamw8bit", ["adamw_8bit"])]
+)
+def test_optimizers_step_in_place(gpus: Gpus, name: str, calls: list[str]) -> None:
+    (device,) = gpus(1)
+    options = {"max_norm": 1.0} if name == "adamw" else {}
+    make = getattr(pallas_bridge.optax, name)
+    optimizer = make(1e-3, implementation="custom_call", **options)
+    params = [placed(device, *shape) for shape in [(4096, 1024), (1024, 4096), (1024, 1024)] * 3]
+    state = jax.tree.map(
+        lambda leaf: placed(device, *leaf.shape, dtype=leaf.dtype),
+        jax.eval_shape(optimizer.init, params),
+    )
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return optimizer.update_and_apply(grads, state, params)
+
+    found = Compiled(step, (params, state, params), donate_argnums=(0, 1))
+    assert found.calls == calls
+    assert found.moved(0) == [] and found.memory.temp_size_in_bytes < MIB
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
+    assert found.memory.alias_size_in_bytes >= held - 64

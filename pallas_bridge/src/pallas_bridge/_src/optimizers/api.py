@@ -223,8 +223,9 @@ def adamw(
 
     `update` and `init` are optax's, so that chains, masks, schedules and `inject_hyperparams` work.
     `update_and_apply(grads, state, params)` returns the pair of new parameters and new state: where
-    there is a GPU with the library's kernels, by one kernel for all arrays. It is for `jax.jit`
-    with `donate_argnums` of state and parameters.
+    there is a GPU with the library's kernels, by one kernel for all arrays, in their place. For
+    that `jax.jit` must donate both, and the function take them in the order that it returns them
+    in: JAX gives the memory of the first argument of a shape to the first result of it.
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.
