@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train.config import PRESETS, REMATS, Model, Remat
+from train.config import LAYER_LOOPS, PRESETS, REMATS, LayerLoop, Model, Remat
 from train.losses import loss_of
 from train.model import Kernels, Transformer, is_masked
 
@@ -113,22 +113,24 @@ def test_hidden_states_and_loss(
 
 
 @pytest.mark.parametrize("kernel", ["baseline", "ours"])
-def test_remat_changes_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
+def test_remat_and_loop_change_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
     of = dataclasses.replace(PRESETS["test"].model, vocab=50, qk_norm=False)
     tokens = jnp.asarray(rng.integers(0, of.vocab, (2, 8)), jnp.int32)
     zeros = jnp.zeros_like(tokens)
     batch = {"tokens": tokens, "segments": zeros, "positions": zeros + jnp.arange(8)}
 
-    def gradient(remat: Remat) -> Any:
+    def gradient(remat: Remat, loop: LayerLoop) -> Any:
         kernels = Kernels(kernel, kernel, kernel)
-        graph, state = nnx.split(Transformer(of, kernels, remat=remat, rngs=nnx.Rngs(1)))
+        model = Transformer(of, kernels, remat=remat, loop=loop, rngs=nnx.Rngs(1))
+        graph, state = nnx.split(model)
 
         def loss(params: Any) -> jax.Array:
             return jnp.sum(nnx.merge(graph, params)(batch, jnp.float32) ** 3)
 
         return jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
 
-    plain, *others = (jax.tree.leaves(gradient(remat)) for remat in REMATS)
+    programs = [(remat, loop) for loop in LAYER_LOOPS for remat in REMATS]
+    plain, *others = (jax.tree.leaves(gradient(*program)) for program in programs)
     for again in others:
         for one, other in zip(plain, again, strict=True):
             assert jnp.allclose(one, other, rtol=1e-3, atol=1e-4)

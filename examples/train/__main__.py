@@ -12,6 +12,7 @@ from command_line import INTERRUPTED, Parser
 from .config import (
     DTYPES,
     LAYER_CHOICES,
+    LAYER_LOOPS,
     LOSS_CHOICES,
     MESH_AXES,
     PRESETS,
@@ -47,6 +48,8 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--learning_rate", type=float, default=default.learning_rate)
     remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"
     add("--remat", nargs="?", const="full", default=default.remat, help=remat)
+    loop = f"how layers follow each other: {', '.join(LAYER_LOOPS)}"
+    add("--layer_loop", default=default.layer_loop, help=loop)
     add("--mesh", default="", help=f"such as data=2,model=4; axes: {', '.join(MESH_AXES)}")
     add("--seed", type=int, default=default.seed, help="of parameters and of the data's order")
     add("--permute_batch", action="store_true", help="sum a batch in another order")

@@ -9,11 +9,13 @@ LossKernel = Literal["baseline", "fused", "fused_linear"]
 LayerKernel = Literal["baseline", "ours"]
 Dtype = Literal["bfloat16", "float32"]
 Remat = Literal["none", "selective", "attention", "full"]
+LayerLoop = Literal["scan", "unrolled"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 REMATS: tuple[Remat, ...] = get_args(Remat)
+LAYER_LOOPS: tuple[LayerLoop, ...] = get_args(LayerLoop)
 # In the place of a kernel: the fastest that there is.
 AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
@@ -112,6 +114,7 @@ class Options:
     dtype: str = "bfloat16"
     learning_rate: float = 1e-3
     remat: str = "none"
+    layer_loop: str = "scan"
     mesh: str = ""
     seed: int = 0
     permute_batch: bool = False
@@ -174,6 +177,7 @@ def resolve(options: Options) -> Config:
         ("attention_kernel", options.attention_kernel, LAYER_CHOICES),
         ("dtype", options.dtype, DTYPES),
         ("remat", options.remat, REMATS),
+        ("layer_loop", options.layer_loop, LAYER_LOOPS),
     ):
         if chosen not in known:
             raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")

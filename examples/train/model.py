@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 import pallas_bridge
 from pallas_bridge import checkpoint_policies
 
-from .config import LayerKernel, Model, Remat
+from .config import LayerKernel, LayerLoop, Model, Remat
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -79,6 +79,18 @@ def reach_of(kernel: LayerKernel, segments: Array) -> Array:
 def over_layers(step: Any, carry: Any, layers: Any) -> Any:
     """What is carried through all layers, whose parameters are stacked along a first axis."""
     return jax.lax.scan(lambda carry, layer: (step(carry, layer), None), carry, layers)[0]
+
+
+def over_unrolled_layers(step: Any, carry: Any, layers: Any) -> Any:
+    """What `over_layers` returns, of a program that has each layer by itself.
+
+    A scan's program is one block, which compiles sooner. But what its layers keep for the backward
+    pass goes into stacks, which XLA fills with zeros first.
+    """
+    stacks, structure = jax.tree.flatten(layers)
+    for layer in zip(*(jnp.unstack(stack) for stack in stacks), strict=True):
+        carry = step(carry, jax.tree.unflatten(structure, layer))
+    return carry
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """The decoder up to its hidden states; losses.py multiplies these with the head.
 
-    The blocks' parameters are stacked along a first axis, and `over_layers` goes over them by
+    The blocks' parameters are stacked along a first axis. `over_layers` goes over them by
     `jax.lax.scan`, so that XLA compiles one block whatever their number.
     """
 
@@ -208,10 +220,11 @@ class Transformer(nnx.Module):
         kernels: Kernels,
         *,
         remat: Remat = "none",
+        loop: LayerLoop = "scan",
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
-        self.of, self.kernels, self.remat = of, kernels, remat
+        self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         make = nnx.split_rngs(splits=of.layers)(nnx.vmap(partial(Block, of, kernels)))
         self.blocks = make(rngs)
@@ -261,7 +274,8 @@ class Transformer(nnx.Module):
 
         if self.remat != "none":
             step = jax.checkpoint(step, policy=POLICIES[self.remat])
-        branch, stream = over_layers(step, (x, jnp.zeros_like(x)), parameters)
+        over = over_layers if self.loop == "scan" else over_unrolled_layers
+        branch, stream = over(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
 

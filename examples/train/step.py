@@ -157,7 +157,13 @@ def make_model(config: Config) -> Transformer:
     """The model with parameters from the seed."""
     options: Any = config.options
     kernels = Kernels(options.norm_kernel, options.mlp_kernel, options.attention_kernel)
-    return Transformer(config.model, kernels, remat=options.remat, rngs=nnx.Rngs(options.seed))
+    return Transformer(
+        config.model,
+        kernels,
+        remat=options.remat,
+        loop=options.layer_loop,
+        rngs=nnx.Rngs(options.seed),
+    )
 
 
 def make_optimizer(learning_rate: float) -> optax.GradientTransformation:

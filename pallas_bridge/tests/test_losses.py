@@ -374,9 +374,10 @@ def test_no_logits_in_memory() -> None:
 
     Over logits it holds those of both batches.
     """
-    x, weight = jnp.zeros((2, 256, 16)), jnp.zeros((8192, 16))
-    labels, reference = jnp.zeros((2, 256), jnp.int32), jnp.zeros((2, 256))
-    logits = 2 * 256 * 8192 * 4
+    # More than what GEMMs on GPUs hold beside them, 4 MiB.
+    x, weight = jnp.zeros((2, 1024, 16)), jnp.zeros((8192, 16))
+    labels, reference = jnp.zeros((2, 1024), jnp.int32), jnp.zeros((2, 1024))
+    logits = 2 * 1024 * 8192 * 4
 
     def held(per_token: Any) -> Any:
         def loss(x: Any, weight: Any) -> jax.Array:

@@ -33,6 +33,9 @@ from .masks import (
 )
 
 LOGGER = logging.getLogger("pallas_bridge")
+# For GPUs XLA makes no GEMM of a product whose summed extent times the others' sum is less
+# (xla_gpu_gemm_rewrite_size_threshold).
+SMALLEST_GEMM = 100
 _logged: set[str] = set()
 
 
@@ -360,9 +363,10 @@ def _per_query(lengths: Any, q: Any) -> jax.Array:
 
 
 def _attention_of_jax(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
-    """Returns attention of `jax.nn`, on CPUs in float32 where arrays are in float16.
+    """Returns attention of `jax.nn`, in float32 where XLA does not compile its float16.
 
-    Its program in float16 asks for GEMMs that XLA refuses to compile for CPUs.
+    Its program asks for products of float16 that add up in float32. For CPUs XLA refuses all of
+    them, for GPUs those that are too small to become GEMMs.
     """
 
     def attention(*arrays: jax.Array) -> Any:
@@ -375,6 +379,10 @@ def _attention_of_jax(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) 
 
     if q.dtype != jnp.float16:
         return attention(q, k, v)
+    queries, keys, columns = q.shape[-3], k.shape[-3], q.shape[-1]
+    extents = ((columns, queries, keys), (keys, queries, columns), (queries, keys, columns))
+    if any(summed * (rows + others) < SMALLEST_GEMM for summed, rows, others in extents):
+        return widened(q, k, v)
     return jax.lax.platform_dependent(q, k, v, cpu=widened, default=attention)
 
 
