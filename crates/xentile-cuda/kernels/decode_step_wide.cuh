@@ -518,8 +518,8 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
     uint32_t norm_first = 0, norm_second = 0;
     if constexpr (P::kHeadNorms) {
-      const auto* const norm = static_cast<const uint32_t*>(kind < P::kGroup ? a.q_norm : a.k_norm) +
-                               layer * (P::kHead / 2);
+      const void* const norms = kind < P::kGroup ? a.q_norm : a.k_norm;
+      const auto* const norm = static_cast<const uint32_t*>(norms) + layer * (P::kHead / 2);
       norm_first = norm[l];
       norm_second = norm[kQuarter + l];
     }
@@ -545,7 +545,8 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
       const float y[4] = {x[0] * cosine.x - x[2] * sine.x, x[1] * cosine.y - x[3] * sine.y,
                           x[2] * cosine.x + x[0] * sine.x, x[3] * cosine.y + x[1] * sine.y};
       // Queries take 1 / sqrt(kHead), and log2(e), as scores are exponents of 2.
-      const float scale = kind < P::kGroup ? (P::kHead == 128 ? 0.08838834764f : 0.125f) * kLog2E : 1.0f;
+      constexpr float kScale = (P::kHead == 128 ? 0.08838834764f : 0.125f) * kLog2E;
+      const float scale = kind < P::kGroup ? kScale : 1.0f;
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = y[i] * scale;
     }
@@ -844,7 +845,8 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
                                         [&](int block) { add_residuals(block, P::kMiddle, tag); });
     {
       Normed<P> x;
-      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden), tag);
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden),
+             tag);
       float factor = 0.0f;
       // Groups of gate and up by turns.
       multiply_rows(w, x, 2 * P::kMlpGroups, a.batch, [&](int block) {
