@@ -1,15 +1,17 @@
 // A token of each of up to 8 sequences in one persistent kernel, for decoders of several sizes.
 //
-// As decode_step.cuh has it: 128 CTAs, each with rows of its own of every matrix, a ring of stages of
-// 8 rows of 1024 columns, and activations that go from CTA to CTA as packets {word, tag}. What differs:
+// As decode_step.cuh has it: 128 CTAs, each with rows of its own of every matrix, a ring of stages
+// of 8 rows of 1024 columns, and activations that go from CTA to CTA as packets {word, tag}. What
+// differs:
 //
-// - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15 the
-//   other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
+// - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15
+//   the other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
 //   sequences, and lane (g, t) the sum of row g and sequence t. There are one or two such quads.
 // - A lane polls what it multiplies, with no copy in shared memory: columns of B without a sequence
 //   read what the last one has, and give nothing.
-// - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps meet,
-//   and four lanes add up one row of a sequence. Two buffers take turns, so a block is one barrier.
+// - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps
+//   meet, and four lanes add up one row of a sequence. Two buffers take turns, so a block is one
+//   barrier.
 // - Rows of gate and up follow each other, so that what is inside the MLP is sent block by block.
 // - Attention: two teams of 8 warps have the sequences by turns.
 #pragma once
@@ -18,8 +20,8 @@
 
 namespace xentile::decode_step::wide {
 
-// Hidden columns, query heads, columns of a head, columns inside the MLP, and whether queries and keys
-// have norms. There are 8 KV heads, one for each 16 CTAs.
+// Hidden columns, query heads, columns of a head, columns inside the MLP, and whether queries and
+// keys have norms. There are 8 KV heads, one for each 16 CTAs.
 template <int kHiddenSize, int kQueryHeads, int kHeadSize, int kMlpSize, bool kHasNorms>
 struct Dims {
   static constexpr int kHidden = kHiddenSize, kHeads = kQueryHeads, kHead = kHeadSize;
@@ -384,8 +386,8 @@ __device__ inline void multiply_rows(Consumer<P>& w, const Normed<P>& x, int gro
   }
 }
 
-// The GEMM of kOutGroups groups of 8 rows of 1024 kParts columns, of packets [copy, sequence, words]
-// of which `vector` is this CTA's copy.
+// The GEMM of kOutGroups groups of 8 rows of 1024 kParts columns, of packets [copy, sequence,
+// words] of which `vector` is this CTA's copy.
 template <class P, int kParts, class Finish>
 __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, uint32_t tag,
                                         int batch, Finish finish) {
@@ -435,7 +437,7 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
 // Attention of the query heads of a KV head over 16 positions at a time.
 template <class P>
 struct Attention {
-  // Of head t % kGroup: the running maximum, in base 2, and this lane's sum of exp2(score - maximum).
+  // Of head t % kGroup: the running maximum, in base 2, and this lane's sum of exponentials.
   float most = -1e30f;
   float sum = 0.0f;
   // Of 16 columns each: rows g and g + 8, heads 2 t and 2 t + 1, of which there are kGroup.
@@ -497,8 +499,8 @@ __device__ inline void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(32 * kTeamWarps) : "memory");
 }
 
-// Queries of this CTA's KV head after their norm and RoPE, and in the last split the new key and value:
-// a warp has one of them at a time.
+// Queries of this CTA's KV head after their norm and RoPE, and in the last split the new key and
+// value: a warp has one of them at a time.
 template <class P>
 __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArguments& a, int layer,
                                      int kv_head, bool has_new, uint32_t tag) {
@@ -518,8 +520,8 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
     uint32_t norm_first = 0, norm_second = 0;
     if constexpr (P::kHeadNorms) {
-      const auto* const norm = static_cast<const uint32_t*>(kind < P::kGroup ? a.q_norm : a.k_norm) +
-                               layer * (P::kHead / 2);
+      const void* const norms = kind < P::kGroup ? a.q_norm : a.k_norm;
+      const auto* const norm = static_cast<const uint32_t*>(norms) + layer * (P::kHead / 2);
       norm_first = norm[l];
       norm_second = norm[kQuarter + l];
     }
@@ -545,7 +547,8 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
       const float y[4] = {x[0] * cosine.x - x[2] * sine.x, x[1] * cosine.y - x[3] * sine.y,
                           x[2] * cosine.x + x[0] * sine.x, x[3] * cosine.y + x[1] * sine.y};
       // Queries take 1 / sqrt(kHead), and log2(e), as scores are exponents of 2.
-      const float scale = kind < P::kGroup ? (P::kHead == 128 ? 0.08838834764f : 0.125f) * kLog2E : 1.0f;
+      constexpr float kScale = (P::kHead == 128 ? 0.08838834764f : 0.125f) * kLog2E;
+      const float scale = kind < P::kGroup ? kScale : 1.0f;
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = y[i] * scale;
     }
@@ -564,7 +567,8 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
                                int kv_head) {
   const int lane = w.lane;
   const auto* const of = w.template at<__nv_bfloat16>(P::kNewAt) + 2 * s * P::kHead;
-  const auto* const queries = w.template at<__nv_bfloat16>(P::kQueriesAt) + s * P::kGroup * P::kHead;
+  const auto* const queries =
+      w.template at<__nv_bfloat16>(P::kQueriesAt) + s * P::kGroup * P::kHead;
 #pragma unroll
   for (int h = 0; h < P::kGroup; ++h) {
     float score = 0.0f;
@@ -844,7 +848,8 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
                                         [&](int block) { add_residuals(block, P::kMiddle, tag); });
     {
       Normed<P> x;
-      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden), tag);
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden),
+             tag);
       float factor = 0.0f;
       // Groups of gate and up by turns.
       multiply_rows(w, x, 2 * P::kMlpGroups, a.batch, [&](int block) {
