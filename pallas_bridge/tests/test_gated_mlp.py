@@ -36,14 +36,14 @@ def _norm(x: Any, residual: Any, weight: Any, a: Any, b: Any, **options: Any) ->
     return pb.rms_norm_linear(x, weight, a, b, residual=residual, **options)
 
 
-ROWS = ("x: B S D", "residual: B S D", "weight: D")
+ROWS = ("x: B S D", "residual: B S D, optional")
 CASES = (
     case(
         "gated_mlp",
         _mlp,
         "x: B S D",
         "w_gate: D F",
-        "w_up: D F",
+        "w_up: D F, optional",
         "w_down: F D",
         variants=({}, {"activation": "gelu_tanh"}, {"limit": 0.5}, {"up_offset": 1.0}),
     ),
@@ -51,8 +51,9 @@ CASES = (
         "gated_mlp after a norm",
         _after_norm,
         *ROWS,
-        "matrix: D 2F",
-        "down: F D",
+        "norm_weight: D, optional",
+        "w_gate: D 2F",
+        "w_down: F D",
         variants=({}, {"eps": 0.1}, {"alpha": 1.5}),
         whole="2F",
     ),
@@ -60,8 +61,9 @@ CASES = (
         "rms_norm_linear",
         _norm,
         *ROWS,
-        "a: D F",
-        "b: D F",
+        "weight: D, optional",
+        "matrices[0]: D F",
+        "matrices[1]: D F",
         variants=({}, {"eps": 0.1}, {"zero_centred": True}),
     ),
 )
@@ -186,7 +188,6 @@ def test_what_runs(arrays: Any) -> None:
     [
         # Forward 3 products, one of them with a constant, and 2 gradients of each other.
         ("save_products_and_sums", 8, 1, 2),
-        ("save_gates", 9, 1, 3),
         ("save_sums", 10, 1, 4),
         ("save_products", 8, 1, 4),
     ],

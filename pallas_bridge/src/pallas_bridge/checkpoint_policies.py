@@ -16,7 +16,6 @@ import jax
 
 __all__ = [
     "save_attention",
-    "save_gates",
     "save_products",
     "save_products_and_sums",
     "save_sums",
@@ -27,7 +26,6 @@ _SUMS = (*_ATTENTION, "rms_norm_sum")
 _policies = jax.checkpoint_policies
 _save_attention = _policies.save_only_these_names(*_ATTENTION)
 _save_sums = _policies.save_only_these_names(*_SUMS)
-_save_gates = _policies.save_only_these_names(*_SUMS, "gated_mlp")
 _save_products = _policies.save_from_both_policies(
     _policies.dots_with_no_batch_dims_saveable, _save_attention
 )
@@ -51,11 +49,6 @@ def save_sums(primitive: Any, *avals: Any, **params: Any) -> Any:
     need not be kept, and what was added to the stream is not computed again.
     """
     return _save_sums(primitive, *avals, **params)
-
-
-def save_gates(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """Keeps what `save_sums` does, and gate and up of `gated_mlp`."""
-    return _save_gates(primitive, *avals, **params)
 
 
 def save_products(primitive: Any, *avals: Any, **params: Any) -> Any:

@@ -78,7 +78,9 @@ def rms_norm_linear(
     check_like("residual", residual, "x", x)
     if not matrices:
         raise ValueError("no matrix is given; rms_norm_linear takes at least one, [D, N]")
-    found = [as_array("matrices", matrix, "[D, N]") for matrix in matrices]
+    found = [
+        as_array(f"matrices[{index}]", matrix, "[D, N]") for index, matrix in enumerate(matrices)
+    ]
     for index, matrix in enumerate(found):
         name = f"matrices[{index}]"
         check_float(name, matrix)
