@@ -11,7 +11,7 @@
 #                   of which sees one GPU of those that there are, or that CUDA_VISIBLE_DEVICES names
 #     sanitizer     compute-sanitizer's four tools over every kernel on small shapes
 #     counters      the kernels over logits and a copy, by Nsight Compute's counters
-#     gradcheck     every config that needs no file, through Rust and PJRT
+#     gradcheck     every config that needs no file, through Rust and PJRT, shared among the GPUs
 #     microbench    kernel and dense program at 2048 x 151643
 #     sweep         time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
 #     peers         other cross-entropies over logits beside ours; PEERS_ARGUMENTS are passed on
@@ -22,7 +22,7 @@
 #     meshes        the tests of pallas_bridge that need several devices, by JOBS processes (8)
 #     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
 #
-# Sections run one after another: a client of gradcheck's takes three quarters of a GPU's memory.
+# Sections run one after another: a client of gradcheck's takes three quarters of its GPU's memory.
 # A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
@@ -253,7 +253,14 @@ section_counters() {
 }
 
 section_gradcheck() {
-    local config dtype deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck
+    local deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck known gpus=() at status=0 pids=()
+    local configs=() config dtype
+    known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+    IFS=, read -ra gpus <<<"$known"
+    for config in configs/gradcheck/*.yaml; do
+        # Those read files that a model makes.
+        [[ $config == *real_text* ]] || configs+=("$config")
+    done
     # shellcheck disable=SC2329 # check calls it
     judge() {
         local left=$((deadline - SECONDS))
@@ -262,15 +269,30 @@ section_gradcheck() {
         JAX_DEFAULT_MATMUL_PRECISION=highest XENTILE_PYTHON=$python \
             timeout -k 5 "$left" "$tool" "$@" --set backend=xla:cuda
     }
-    for config in configs/gradcheck/*.yaml; do
-        # Those read files that a model makes.
-        [[ $config == *real_text* ]] || check "$config" judge --config "$config"
+    # Each GPU has one client at a time.
+    for at in "${!gpus[@]}"; do
+        {
+            export CUDA_VISIBLE_DEVICES=${gpus[at]}
+            local index
+            for ((index = at; index < ${#configs[@]}; index += ${#gpus[@]})); do
+                config=${configs[index]}
+                check "$config" judge --config "$config"
+            done
+            if ((at == 0)); then
+                for dtype in f32 f16; do
+                    check "qwen_151643, $dtype, none" judge --config configs/gradcheck/qwen_151643.yaml \
+                        --set dtype=$dtype --set shape.seq_len=256 --set options.reduction=none
+                done
+            fi
+            finish_checks
+        } >"$scratch/gradcheck.$at" 2>&1 &
+        pids+=($!)
     done
-    for dtype in f32 f16; do
-        check "qwen_151643, $dtype, none" judge --config configs/gradcheck/qwen_151643.yaml \
-            --set dtype=$dtype --set shape.seq_len=256 --set options.reduction=none
+    for at in "${!gpus[@]}"; do
+        wait "${pids[at]}" || status=1
+        cat "$scratch/gradcheck.$at"
     done
-    finish_checks
+    return "$status"
 }
 
 section_microbench() {

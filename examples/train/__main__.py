@@ -12,7 +12,7 @@ from command_line import INTERRUPTED, Parser
 from .config import (
     DTYPES,
     LAYER_CHOICES,
-    LAYER_LOOPS,
+    LOOP_CHOICES,
     LOSS_CHOICES,
     MESH_AXES,
     OPTIMIZERS,
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--learning_rate", type=float, default=default.learning_rate)
     remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"
     add("--remat", nargs="?", const="full", default=default.remat, help=remat)
-    loop = f"how layers follow each other: {', '.join(LAYER_LOOPS)}"
+    loop = f"how layers follow each other: {', '.join(LOOP_CHOICES)}"
     add("--layer_loop", default=default.layer_loop, help=loop)
     add("--mesh", default="", help=f"such as data=2,model=4; axes: {', '.join(MESH_AXES)}")
     add("--seed", type=int, default=default.seed, help="of parameters and of the data's order")

@@ -18,9 +18,10 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 REMATS: tuple[Remat, ...] = get_args(Remat)
 LAYER_LOOPS: tuple[LayerLoop, ...] = get_args(LayerLoop)
-# In the place of a kernel: the fastest that there is.
+# In the place of a kernel, or of a loop: the fastest that there is.
 AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
+LOOP_CHOICES = (AUTO, *LAYER_LOOPS)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
 # vocabulary, of the embedding and of the head.
 MESH_AXES = ("data", "fsdp", "model")
@@ -167,7 +168,7 @@ class Options:
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     remat: str = "none"
-    layer_loop: str = "scan"
+    layer_loop: str = AUTO
     mesh: str = ""
     seed: int = 0
     permute_batch: bool = False
@@ -235,7 +236,7 @@ def resolve(options: Options) -> Config:
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
         ("remat", options.remat, REMATS),
-        ("layer_loop", options.layer_loop, LAYER_LOOPS),
+        ("layer_loop", options.layer_loop, LOOP_CHOICES),
     ):
         if chosen not in known:
             raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")

