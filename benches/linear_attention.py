@@ -1,0 +1,102 @@
+"""`linear_attention` and `gated_delta_rule`, forward and with all gradients, beside XLA's program.
+
+    python benches/linear_attention.py [--json FILE] [--shapes BxTxHxKxV ...] [--seconds S]
+
+B sequences of T tokens, H heads with K columns of keys and V of values; H/G of which G have keys of
+their own. bfloat16, decays of exp(-softplus(normal - 3)). "XLA" is the chunked program in plain JAX,
+`implementation="reference"`. "both" has a forward pass and the gradients of all operands in one
+program.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+from harness import Row
+
+from pallas_bridge import gated_delta_rule, linear_attention
+
+SHAPES = {
+    "cpu": ("1x128x2x64x64",),
+    "gpu": ("4x8192x8x128x128", "1x32768x16x128x128", "4x8192x32/1x128x64", "8x2048x16x128x128"),
+}
+
+
+def arrays_of(shape: str, has_beta: bool) -> list[Any]:
+    """Returns random q, k, v, g and, for the delta rule, beta."""
+    batch, length, heads, k_size, v_size = shape.split("x")
+    value_heads, _, key_heads = heads.partition("/")
+    tokens = (int(batch), int(length))
+    keys = jax.random.split(jax.random.key(0), 5)
+    of_keys = (*tokens, int(key_heads or value_heads), int(k_size))
+    of_values = (*tokens, int(value_heads), int(v_size))
+
+    def unit(key: Any) -> jax.Array:
+        x = jax.random.normal(key, of_keys)
+        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+
+    g = -jax.nn.softplus(jax.random.normal(keys[3], of_values[:3]) - 3)
+    arrays = [unit(keys[0]), unit(keys[1]), jax.random.normal(keys[2], of_values, jnp.bfloat16), g]
+    return [*arrays, jax.nn.sigmoid(jax.random.normal(keys[4], of_values[:3]))][: 4 + has_beta]
+
+
+def measure(form: str, shape: str, seconds: float) -> Row:
+    """Measures the programs of a form in turns, with the temporary memory of each."""
+    function: Any = {"linear": linear_attention, "delta": gated_delta_rule}[form]
+    arrays = arrays_of(shape, form == "delta")
+    cotangent = jax.random.normal(jax.random.key(9), arrays[2].shape, jnp.bfloat16)
+    programs: dict[str, Any] = {}
+    for name, implementation in (("ours", None), ("reference", "reference")):
+        forward = partial(function, implementation=implementation)
+
+        def both(*arrays: Any, forward: Callable[..., Any] = forward) -> Any:
+            y, pull = jax.vjp(forward, *arrays)
+            return y, pull(cotangent)
+
+        programs[f"{name}, forward"], programs[f"{name}, both"] = forward, both
+    compiled = {name: jax.jit(one).lower(*arrays).compile() for name, one in programs.items()}
+    memory = {name: one.memory_analysis().temp_size_in_bytes for name, one in compiled.items()}
+    row: Row = {"temp_bytes": memory}
+    for passes in ("forward", "both"):
+        starts = {
+            name: partial(one, *arrays) for name, one in compiled.items() if name.endswith(passes)
+        }
+        baseline = f"reference, {passes}"
+        row |= harness.compared(starts, seconds, calls=1, baseline=baseline, ratio="relative")
+    return row
+
+
+def main() -> int:
+    """Measures, prints a table and writes JSON after every cell."""
+    platform = jax.default_backend()
+    parser = harness.parser(__doc__, seconds=0.5)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
+    parser.add_argument("--forms", nargs="+", default=("linear", "delta"))
+    options = parser.parse_args()
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for form in options.forms:
+            for shape in options.shapes:
+                yield {"form": form, "shape": shape}, partial(measure, form, shape, options.seconds)
+
+    def texts(row: Row) -> list[str]:
+        names = [f"{name}, {passes}" for passes in ("forward", "both") for name in PEERS]
+        times = [harness.milliseconds_of(row, name) for name in names]
+        memory = [
+            f"{row['temp_bytes'][f'{name}, both'] / 2**20:.0f}" if "temp_bytes" in row else ""
+            for name in PEERS
+        ]
+        return [row["form"], row["shape"], *times, *memory]
+
+    heads = ["form", "shape", "ours", "XLA", "ours, both", "XLA, both", "ours MiB", "XLA MiB"]
+    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
+
+
+PEERS = ("ours", "reference")
+
+if __name__ == "__main__":
+    sys.exit(main())

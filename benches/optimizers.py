@@ -1,0 +1,118 @@
+"""Optimizers' steps over a model's parameters, beside optax's and a copy of the bytes to be moved.
+
+    python benches/optimizers.py [--json FILE] [--model NAME] [--seconds S]
+
+Parameters and gradients are those of a preset of examples/train, layer by layer, in float32, or in
+bfloat16 rounded stochastically. Each program takes its state's memory for the state after it. A copy
+is of the bytes that an update must read and write: 28 a float32 parameter for AdamW, 16 with 8-bit
+state, 10 for bfloat16 parameters and gradients with it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import optax
+from harness import Row
+
+from pallas_bridge import optax as ours
+
+PROGRAMS = ("adamw", "optax.adamw", "adamw8bit", "adamw8bit, bfloat16", "muon", "optax.muon")
+BYTES = {"adamw": 28, "optax.adamw": 28, "adamw8bit": 16, "adamw8bit, bfloat16": 10}
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of a preset's parameters, those of each layer by themselves."""
+    sys.path.append(str(harness.ROOT / "examples"))
+    from train.config import PRESETS
+
+    of = PRESETS[model].model
+    q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
+    layer = [(of.width, q + 2 * kv), (q, of.width), (of.width, 2 * of.ffn), (of.ffn, of.width)]
+    return [(of.vocab, of.width), *(layer * of.layers)]
+
+
+def step_of(name: str) -> tuple[Any, Any]:
+    """Returns a program's `init`, and its step of gradients, parameters and state."""
+    make: dict[str, Callable[[], Any]] = {
+        "adamw": lambda: ours.adamw(1e-3),
+        "optax.adamw": lambda: optax.adamw(1e-3),
+        "adamw8bit": lambda: ours.adamw8bit(1e-3),
+        "adamw8bit, bfloat16": lambda: ours.adamw8bit(1e-3, rounding_seed=0),
+        "muon": lambda: ours.muon(1e-3),
+        "optax.muon": lambda: optax.contrib.muon(1e-3),
+    }
+    optimizer = make[name]()
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        if hasattr(optimizer, "update_and_apply"):
+            return optimizer.update_and_apply(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return optimizer.init, step
+
+
+def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
+    """Measures a program and a copy of its bytes in turns."""
+    dtype = jnp.bfloat16 if "bfloat16" in name else jnp.float32
+    keys = jax.random.split(jax.random.key(0), 2 * len(shapes))
+    draw = jax.jit(partial(jax.random.normal, dtype=dtype), static_argnums=1)
+    params = [draw(key, shape) for key, shape in zip(keys[::2], shapes, strict=True)]
+    grads = [draw(key, shape) for key, shape in zip(keys[1::2], shapes, strict=True)]
+    init, step = step_of(name)
+    held = [params, jax.jit(init)(params)]
+    del params
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, grads).compile()
+
+    def start() -> Any:
+        held[:] = compiled(*held, grads)
+        return held
+
+    count = sum(leaf.size for leaf in grads)
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held[1]))
+    starts = {"step": start}
+    if name in BYTES:
+        starts["copy"] = harness.device_copy(BYTES[name] * count // 2 * 2, 1)
+    baseline = "copy" if name in BYTES else "step"
+    row: Row = harness.compared(starts, seconds, calls=1, baseline=baseline)
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return row | {
+        "parameters": count,
+        "state_bytes_a_parameter": state_bytes / count,
+        "temp_bytes": memory,
+    }
+
+
+def main() -> int:
+    """Measures, prints a table and writes JSON after every program."""
+    parser = harness.parser(__doc__, seconds=0.5)
+    parser.add_argument("--model", default="qwen2.5-0.5b")
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS)
+    options = parser.parse_args()
+    shapes = shapes_of(options.model)
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for name in options.programs:
+            yield {"program": name}, partial(measure, name, shapes, options.seconds)
+
+    def texts(row: Row) -> list[str]:
+        state = row.get("state_bytes_a_parameter")
+        return [
+            row["program"],
+            harness.milliseconds_of(row, "step"),
+            harness.milliseconds_of(row),
+            *harness.ratios_of(row, ("step",) if "copy" in row else ()),
+            f"{state:.3f}" if state is not None else "",
+        ]
+
+    heads = ["program", "ms", "copy ms", "time / copy", "state bytes a parameter"]
+    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
