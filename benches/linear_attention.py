@@ -3,9 +3,9 @@
     python benches/linear_attention.py [--json FILE] [--shapes BxTxHxKxV ...] [--seconds S]
 
 B sequences of T tokens, H heads with K columns of keys and V of values; H/G of which G have keys of
-their own. bfloat16, decays of exp(-softplus(normal - 3)). "XLA" is the chunked program in plain JAX,
-`implementation="reference"`. "both" has a forward pass and the gradients of all operands in one
-program.
+their own. bfloat16, decays of exp(-softplus(normal - 3)). "XLA" is the chunked program in plain
+JAX, `implementation="reference"`. "both" has a forward pass and the gradients of all operands in
+one program.
 """
 
 import sys

@@ -3,9 +3,9 @@
     python benches/optimizers.py [--json FILE] [--model NAME] [--seconds S]
 
 Parameters and gradients are those of a preset of examples/train, layer by layer, in float32, or in
-bfloat16 rounded stochastically. Each program takes its state's memory for the state after it. A copy
-is of the bytes that an update must read and write: 28 a float32 parameter for AdamW, 16 with 8-bit
-state, 10 for bfloat16 parameters and gradients with it.
+bfloat16 rounded stochastically. Each program takes its state's memory for the state after it. A
+copy is of the bytes that an update must read and write: 28 a float32 parameter for AdamW, 16 with
+8-bit state, 10 for bfloat16 parameters and gradients with it.
 """
 
 import sys
