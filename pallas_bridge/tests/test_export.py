@@ -205,6 +205,13 @@ PROGRAMS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         f"{HEADS}, i32 8, {HEADS}",
         f"{HEADS}, {HEADS}",
     ),
+    (
+        "linear_attention",
+        {"scale": 0.5},
+        {"heads": 3, "value_heads": 6, "head_dim": 64},
+        "bf16 8 3 64, bf16 8 3 64, bf16 8 6 64, f32 8 6, bf16 8 6 64",
+        "bf16 8 6 64, bf16 8 3 64, bf16 8 3 64, bf16 8 6 64, f32 8 6",
+    ),
     ("activation", {}, {"mlp": 24, "layout": "single"}, f"{ROWS}, {ROWS}", f"{ROWS}, {ROWS}"),
     ("activation", {}, {"mlp": 12, "layout": "halves"}, f"{ROWS}, bf16 8 12", f"bf16 8 12, {ROWS}"),
     (

@@ -8,6 +8,7 @@
 - rope: x [T, H, D], positions [T], dy; gives y, dx.
 - flash_attention: q [H, T, D], k and v [J, K, D], sinks [H], texts, do, dlse [H, T]; gives o, lse,
   dq, dk, dv, dsinks.
+- linear_attention: q and k [T, H, K], v [T, J, K], g [T, J], do; gives o, dq, dk, dv, dg.
 - fp8_quantize: x [T, D]; gives values, scales, and those of the transposed copy if asked for.
 - rms_norm_fp8: x [T, D], weight [D], residual; gives those of the norm, and the sum.
 - swiglu_fp8: x [T, 2F], which packs gate and up; gives those of y [T, F].
@@ -45,6 +46,7 @@ from .flash_attention import custom_call as flash_attention
 from .flash_attention.options import check_options as attention_options
 from .flash_attention.options import ranges
 from .fp8_quantize.api import fp8_quantize, rms_norm_fp8, swiglu_fp8
+from .linear_attention.api import linear_attention
 from .norm.api import layer_norm, rms_norm
 from .rope.api import rope
 
@@ -203,6 +205,33 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
     return Program("forward_and_backward", forward_and_backward, arguments)
 
 
+def _value_heads(config: Mapping[str, Any]) -> int:
+    heads, value_heads = int(config["heads"]), config.get("value_heads", config["heads"])
+    check_extent("value_heads", value_heads)
+    if value_heads % heads:
+        raise ConfigError(f"value_heads is {value_heads}; it must be a multiple of heads, {heads}")
+    return int(value_heads)
+
+
+def _linear_attention(cell: Cell, given: dict[str, Any]) -> Program:
+    heads, value_heads, head_dim = (
+        getattr(cell.settings, name) for name in ("heads", "value_heads", "head_dim")
+    )
+    given["implementation"] = cell.implementation
+
+    def forward_and_backward(*arguments: Any) -> Any:
+        *arrays, do = (one[None] for one in arguments)
+        o, pull = jax.vjp(lambda *arrays: linear_attention(*arrays, **given), *arrays)
+        return tuple(one[0] for one in (o, *pull(do)))
+
+    q, v = (
+        Shape((cell.tokens, count, head_dim), DTYPES[cell.dtype]) for count in (heads, value_heads)
+    )
+    decays = Shape((cell.tokens, value_heads), jnp.float32)
+    arguments = [q, q, v, decays, v]
+    return checked(Program("forward_and_backward", forward_and_backward, arguments))
+
+
 def _fp8(
     function: Callable[..., Any],
     arguments: Sequence[Shape],
@@ -262,6 +291,9 @@ EXPORTS: Mapping[str, Exports] = {
             "sinks": flag("sinks"),
             "segments": lambda config: config.get("segments"),
         },
+    ),
+    "linear_attention": Exports(
+        _linear_attention, ("scale",), ("heads", "head_dim"), {"value_heads": _value_heads}
     ),
     "fp8_quantize": Exports(_fp8_quantize, QUANTIZATION, ("hidden",)),
     "rms_norm_fp8": Exports(_rms_norm_fp8, (*NORM, *QUANTIZATION), ("hidden",), RMS),

@@ -62,9 +62,11 @@ class Call:
             "turn_tokens": self.groups * CHUNK,
         }
 
-    def program(self) -> Program:
-        """Returns XLA's program in the same groups."""
-        return Program(self.options, None, CHUNK, self.chunks * CHUNK)
+    def program(self, arrays: Any) -> Program:
+        """Returns XLA's program that saves the same states; its own groups take less memory."""
+        saved = self.chunks * CHUNK
+        group = max(Program.of(self.options, arrays).group, CHUNK)
+        return Program(self.options, None, CHUNK, min(group, saved), saved)
 
 
 def lacks(options: Options, arrays: Any) -> str | None:
@@ -125,7 +127,7 @@ def _forward(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _dense_forward(call: Call, *arrays: jax.Array) -> list[jax.Array]:
     leading, arrays = _with_one_batch(arrays)
-    o, state, saved = call.program().forward(*arrays)
+    o, state, saved = call.program(arrays).forward(*arrays)
     # States before groups, g b h r k v, are those behind the groups before.
     behind = jnp.concatenate([saved[1:], state.reshape(1, *saved.shape[1:])])
     states = jnp.moveaxis(behind, 0, 3).reshape(*state.shape[:2], call.groups, *state.shape[2:])
@@ -138,7 +140,7 @@ def _dense_backward(call: Call, *every: jax.Array) -> list[jax.Array]:
     batch, all_heads, groups, *rest = states.shape
     behind = jnp.moveaxis(states.reshape(batch, heads, all_heads // heads, groups, *rest), 3, 0)
     saved = jnp.concatenate([arrays[-1].reshape(1, *behind.shape[1:]), behind[:-1]])
-    found = call.program().backward(arrays, saved, do, dstate)
+    found = call.program(arrays).backward(arrays, saved, do, dstate)
     return _with_axes(leading, [*found, *_scratch(call, True, arrays)])
 
 
@@ -201,7 +203,7 @@ def _jvp(call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def _plain(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    o, state, _ = call.program().forward(*arrays)
+    o, state, _ = call.program(arrays).forward(*arrays)
     return o, state
 
 

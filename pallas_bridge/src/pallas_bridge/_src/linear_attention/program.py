@@ -9,10 +9,10 @@ For a chunk with the state S [K, V] before it, and G the cumulative sum of g wit
     S'   = exp(G_C) S + sum_j exp(G_C - G_j) k_j N_j'
 
 (Dao and Gu, 2024, section 6; Yang, Kautz and Hatamizadeh, 2024, section 3.3.) A sequence runs in
-groups of chunks. The backward pass has the arguments and the state before each group, and
-recomputes the rest a group at a time. Arrays of a group have these axes: n, chunks; b, batch; h,
-heads of keys; r, heads of values that share a head of keys; i and j, tokens of a chunk; k and v,
-columns.
+groups of chunks. The backward pass has the arguments and the state before each group, or before
+every few, and recomputes the rest a group at a time. Arrays of a group have these axes: n, chunks;
+b, batch; h, heads of keys; r, heads of values that share a head of keys; i and j, tokens of a
+chunk; k and v, columns.
 """
 
 import math
@@ -84,6 +84,9 @@ class Program:
     # Tokens of a chunk and of a group.
     chunk: int
     group: int
+    # Tokens from one saved state to the next, if more than a group: the backward pass then
+    # recomputes the states between.
+    saved: int | None = None
 
     @staticmethod
     def of(options: Options, arrays: Any) -> "Program":
@@ -104,25 +107,32 @@ class Program:
         return Program(options, precision, chunk, chunk * count)
 
     def forward(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns o [B, T, H', V], the final state, and the states before groups, g b h r k v."""
+        """Returns o [B, T, H', V], the final state, and the saved states, g b h r k v."""
         *tokens, state = arrays
         length = tokens[0].shape[1]
         tokens = self._padded(tokens)
         size = tokens[0].shape[1]
         state = self._by_heads(state, tokens[0])
+        every = self.saved or self.group
 
         def body(first: Any, count: int, carry: Any) -> Any:
             o, saved, state = carry
-            saved = jax.lax.dynamic_update_index_in_dim(saved, state, first // self.group, 0)
-            chunks = self._load(*_rows(tokens, first, count))
-            terms = self._terms(chunks)
-            state, solved = self._solve(state, chunks, terms)
-            found = self._outputs(chunks, terms, solved)
-            return _put(o, _as_rows(found, count), first), saved, state
+            saved = jax.lax.dynamic_update_index_in_dim(saved, state, first // every, 0)
 
-        saved = jnp.broadcast_to(_zeros(state), (-(-size // self.group), *state.shape))
+            def of_group(offset: Any, count: int, carry: Any) -> Any:
+                o, state = carry
+                chunks = self._load(*_rows(tokens, first + offset, count))
+                terms = self._terms(chunks)
+                state, solved = self._solve(state, chunks, terms)
+                found = self._outputs(chunks, terms, solved)
+                return _put(o, _as_rows(found, count), first + offset), state
+
+            o, state = for_each_chunk(count, self.group, of_group, (o, state))
+            return o, saved, state
+
+        saved = jnp.broadcast_to(_zeros(state), (-(-size // every), *state.shape))
         carry = (_zeros(tokens[2]), saved, state)
-        o, saved, state = for_each_chunk(size, self.group, body, carry)
+        o, saved, state = for_each_chunk(size, every, body, carry)
         return o[:, :length], state.reshape(arrays[-1].shape), saved
 
     def backward(
@@ -133,20 +143,46 @@ class Program:
         length = do.shape[1]
         *tokens, do = self._padded([*tokens, do])
         size = do.shape[1]
+        every = self.saved or self.group
 
         def body(first: Any, count: int, carry: Any) -> Any:
-            gradients, dstate = carry
-            chunks, pull = jax.vjp(self._load, *_rows(tokens, first, count))
-            (rows,) = _rows([do], first, count)
-            heads = chunks.k.shape[2]
-            state = jax.lax.dynamic_index_in_dim(saved, first // self.group, 0, keepdims=False)
-            found, dstate = self._gradients(chunks, state, self._split(rows, heads), dstate)
-            pairs = zip(gradients, pull(found), strict=True)
-            return [_put(one, part, first) for one, part in pairs], dstate
+            state = jax.lax.dynamic_index_in_dim(saved, first // every, 0, keepdims=False)
+            states = self._states(tokens, state, first, count)
+
+            def of_group(offset: Any, count: int, carry: Any) -> Any:
+                gradients, dstate = carry
+                at = first + offset
+                chunks, pull = jax.vjp(self._load, *_rows(tokens, at, count))
+                (rows,) = _rows([do], at, count)
+                heads = chunks.k.shape[2]
+                number = offset // self.group
+                state = jax.lax.dynamic_index_in_dim(states, number, 0, keepdims=False)
+                found, dstate = self._gradients(chunks, state, self._split(rows, heads), dstate)
+                pairs = zip(gradients, pull(found), strict=True)
+                return [_put(one, part, at) for one, part in pairs], dstate
+
+            return for_each_chunk(count, self.group, of_group, carry, is_reversed=True)
 
         carry = ([*map(_zeros, tokens)], self._by_heads(dstate, tokens[0]))
-        gradients, dstate = for_each_chunk(size, self.group, body, carry, is_reversed=True)
+        gradients, dstate = for_each_chunk(size, every, body, carry, is_reversed=True)
         return [*(one[:, :length] for one in gradients), dstate.reshape(arrays[-1].shape)]
+
+    def _states(self, tokens: Any, state: jax.Array, first: Any, count: int) -> jax.Array:
+        """Returns the states before groups of `count` tokens, g b h r k v, from the first one."""
+        last = -(-count // self.group) - 1
+        if last <= 0:
+            return state[None]
+
+        def body(offset: Any, count: int, carry: Any) -> Any:
+            states, state = carry
+            states = jax.lax.dynamic_update_index_in_dim(states, state, offset // self.group, 0)
+            chunks = self._load(*_rows(tokens, first + offset, count))
+            state, _ = self._solve(state, chunks, self._terms(chunks))
+            return states, state
+
+        states = jnp.broadcast_to(_zeros(state), (last + 1, *state.shape))
+        states, state = for_each_chunk(last * self.group, self.group, body, (states, state))
+        return jax.lax.dynamic_update_index_in_dim(states, state, last, 0)
 
     def _padded(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Returns arrays with whole groups of tokens, if their number is symbolic."""
