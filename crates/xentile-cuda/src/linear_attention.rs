@@ -1,4 +1,4 @@
-//! Linear attention and the gated delta rule in bf16: both passes, a group of chunks after the other.
+//! Launches the kernels of linear attention and the gated delta rule in bf16, one group of chunks after another.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -112,11 +112,11 @@ pub struct Operands {
 pub struct Outputs {
     /// `[B, T, H', V]`.
     pub o: *mut c_void,
-    /// `[B, H', groups, K, V]`, the states behind groups.
+    /// `[B, H', groups, K, V]`, the state after each group.
     pub states: *mut f32,
 }
 
-/// Memory that a forward pass works in, and a backward pass too. N are the chunks of a group.
+/// Scratch of both passes. N is the number of chunks of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Scratch {
     /// `[B, H', chunks, 192]`.
@@ -129,7 +129,7 @@ pub struct Scratch {
     pub values: *mut c_void,
 }
 
-/// What a backward pass works in besides.
+/// Scratch of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardScratch {
     /// `[B, H', N, K, V]` in bf16.
@@ -142,14 +142,14 @@ pub struct BackwardScratch {
     pub parts: Option<[*mut f32; 2]>,
 }
 
-/// What the backward pass is given besides.
+/// Operands of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Cotangents {
     /// `[B, T, H', V]`.
     pub o: *const c_void,
     /// `[B, H', K, V]`.
     pub final_state: *const f32,
-    /// `[B, H', groups, K, V]` of the forward pass.
+    /// `[B, H', groups, K, V]`, as the forward pass wrote them.
     pub states: *const f32,
 }
 
@@ -193,7 +193,7 @@ enum Kernel {
 }
 
 impl LinearAttention {
-    /// The call for arrays of a shape.
+    /// Plans a call for arrays of a shape.
     ///
     /// # Errors
     /// A shape that kernels do not have, or arrays with more chunks than a grid.
@@ -255,7 +255,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Has `stream` write o and the states behind groups.
+    /// Has `stream` write o and the state after each group.
     ///
     /// # Errors
     /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
@@ -371,7 +371,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Elements of a head's state.
+    /// The number of elements of a head's state.
     fn state_elements(&self) -> usize {
         self.shape.keys * self.shape.values
     }
@@ -381,7 +381,7 @@ impl LinearAttention {
         self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
     }
 
-    /// Has arguments tell of a group and the state before it.
+    /// Sets the arguments of a group, and those of the state before it.
     fn begin(&self, group: usize, all: &mut Arguments, initial: *const f32, states: *const f32) {
         let first = group * self.shape.group;
         all.first = first as u32;
@@ -393,7 +393,7 @@ impl LinearAttention {
         };
     }
 
-    /// The arguments of all kernels, without those of a group and of a pass.
+    /// The arguments that do not depend on the group or the pass.
     fn arguments(&self, operands: &Operands, scratch: &Scratch) -> Result<Arguments> {
         let Shape { sequences, tokens, key_heads, heads, .. } = self.shape;
         let Operands { q, k, v, g, b, initial_state } = *operands;
@@ -517,7 +517,7 @@ impl LinearAttention {
         }
     }
 
-    /// CTAs of a kernel for a group of so many chunks.
+    /// CTAs of a kernel, for a group of `chunks`.
     fn ctas(&self, kernel: Kernel, chunks: usize) -> usize {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {
