@@ -104,10 +104,10 @@ class Kernels:
     attention: LayerKernel = "baseline"
     linear_attention: LayerKernel = "baseline"
     conv: LayerKernel = "baseline"
-    # Whether the backward pass computes again: `gated_mlp` keeps less than the functions that it is
-    # made of, which are faster where all is kept. And whether it is given the residual stream's
-    # sums, as `rms_norm_linear` wants.
+    # Whether the backward pass recomputes: `gated_mlp` saves less than separate functions, which
+    # are faster where everything is saved.
     recomputes: bool = False
+    # Whether sums of the residual stream are saved, which `rms_norm_linear` then needs alone.
     keeps_sums: bool = False
 
 
@@ -170,7 +170,7 @@ class Block(nnx.Module):
         self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def make_mixer(self, rngs: nnx.Rngs) -> None:
-        """Begins what mixes tokens: attention."""
+        """Makes the layer that mixes tokens: attention."""
         of, norm = self.of, self.kernels.norm
         normal, deep = initializers(of)
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
@@ -263,7 +263,7 @@ class DeltaBlock(Block):
     """Gated DeltaNet and a gated feed-forward layer, each after a norm."""
 
     def make_mixer(self, rngs: nnx.Rngs) -> None:
-        """Begins what mixes tokens: gated DeltaNet."""
+        """Makes the layer that mixes tokens: gated DeltaNet."""
         self.mixer = GatedDeltaNet(mixer_parts(self.of, self.kernels), rngs)
 
     def __call__(
@@ -387,7 +387,7 @@ class Transformer(nnx.Module):
             return found
 
         def over_pattern(wrapped: Any) -> Any:
-            """A step over a block, or over those of a pattern, each wrapped for itself."""
+            """A step over a block, or over the blocks of a pattern, each wrapped on its own."""
 
             def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
                 if hybrid is None:
@@ -416,14 +416,14 @@ def block_names(of: Hybrid) -> list[str]:
 
 
 def mixer_parts(of: Model, kernels: Kernels) -> MixerParts:
-    """What mixers without attention take of a model."""
+    """Returns the `MixerParts` of a model."""
     normal, deep = initializers(of)
     make_norm = partial(Norm, eps=of.norm_eps, kernel=kernels.norm)
     return MixerParts(of, make_norm, normal, deep, kernels.linear_attention, kernels.conv)
 
 
 def initializers(of: Model) -> tuple[Any, Any]:
-    """Of matrices, and of those that add to the residual stream, whose numbers are smaller."""
+    """Initializers of matrices, and of those that add to the residual stream: smaller values."""
     return initializer(), initializer(1 / math.sqrt(2 * of.layers))
 
 
