@@ -16,8 +16,8 @@ mirror! {
         b: *const f32,
         dout: *const c_void,
         before: *const f32,
-        behind: *mut f32,
-        dbehind: *const f32,
+        after: *mut f32,
+        dafter: *const f32,
         dbefore: *mut f32,
         decays: *mut f32,
         inverse: *mut c_void,
@@ -36,8 +36,8 @@ mirror! {
         dk_parts: *mut f32,
         tokens: i64,
         before_stride: i64,
-        behind_stride: i64,
-        dbehind_stride: i64,
+        after_stride: i64,
+        dafter_stride: i64,
         dbefore_stride: i64,
         key_heads: u32,
         heads: u32,
@@ -280,8 +280,8 @@ impl LinearAttention {
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
         for group in 0..self.groups() {
             self.begin(group, &mut all, operands.initial_state, outputs.states);
-            all.behind = outputs.states.wrapping_add(group * self.state_elements());
-            all.behind_stride = (self.groups() * self.state_elements()) as i64;
+            all.after = outputs.states.wrapping_add(group * self.state_elements());
+            all.after_stride = (self.groups() * self.state_elements()) as i64;
             let kernels = if self.delta {
                 &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..]
             } else {
@@ -346,7 +346,7 @@ impl LinearAttention {
             dq_parts: if shares { dq_parts } else { null_mut() },
             dk_parts: if shares { dk_parts } else { null_mut() },
             dbefore: gradients.initial_state,
-            dbehind_stride: stride,
+            dafter_stride: stride,
             dbefore_stride: stride,
             reversed: self.slices() as u32,
             ..self.arguments(&operands, &scratch)?
@@ -356,7 +356,7 @@ impl LinearAttention {
         for group in (0..self.groups()).rev() {
             self.begin(group, &mut all, operands.initial_state, cotangents.states);
             let is_last = group + 1 == self.groups();
-            all.dbehind = if is_last { cotangents.final_state } else { gradients.initial_state };
+            all.dafter = if is_last { cotangents.final_state } else { gradients.initial_state };
             let kernels = if self.delta {
                 &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients]
                     [..]
@@ -420,8 +420,8 @@ impl LinearAttention {
             b: b.unwrap_or(null()),
             dout: null(),
             before: null(),
-            behind: null_mut(),
-            dbehind: null(),
+            after: null_mut(),
+            dafter: null(),
             dbefore: null_mut(),
             decays: scratch.decays,
             inverse: scratch.inverse,
@@ -440,8 +440,8 @@ impl LinearAttention {
             dk_parts: null_mut(),
             tokens: tokens as i64,
             before_stride: 0,
-            behind_stride: 0,
-            dbehind_stride: 0,
+            after_stride: 0,
+            dafter_stride: 0,
             dbefore_stride: 0,
             key_heads: key_heads as u32,
             heads: heads as u32,
