@@ -20,6 +20,9 @@ sys.path.insert(0, str(ROOT / "pallas_bridge" / "src"))
 # Nothing is computed here: docstrings are read.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from pallas_bridge._src.optimizers.api import Schedule  # noqa: E402
+from pallas_bridge._src.optimizers.trees import Mask  # noqa: E402
+
 project = "xentile"
 copyright = "The xentile authors, Apache-2.0"
 author = "The xentile authors"
@@ -53,6 +56,9 @@ default_role = "code"
 
 # Types of other packages, and those of signatures that have no public name: no page has them.
 nitpick_ignore_regex = [("py:.*", r"(?!pallas_bridge\.(?!_src)).*")]
+
+# Unions that signatures name; those that have another as a part stand before it.
+TYPES = {"Schedule": Schedule, "Mask": Mask, "ArrayLike": ArrayLike, "DTypeLike": DTypeLike}
 
 API = "reference/python.md"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
@@ -91,7 +97,7 @@ def with_names_of_types(
     arguments: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """Writes JAX's names of types in a signature in the place of the unions that they stand for.
+    """Writes names of types in a signature in the place of the unions that they stand for.
 
     The arguments of a class are those of its constructor, not those of Flax's metaclass.
     """
@@ -100,7 +106,7 @@ def with_names_of_types(
         arguments = inspect.stringify_signature(
             constructor, show_return_annotation=False, unqualified_typehints=True
         )
-    for alias, union in {"ArrayLike": ArrayLike, "DTypeLike": DTypeLike}.items():
+    for alias, union in TYPES.items():
         text = stringify_annotation(union, "smart")
         arguments, returns = (part and part.replace(text, alias) for part in (arguments, returns))
     return arguments and re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", arguments), returns

@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import train_step
 
-Rows = list[dict[str, object]]
+Rows = list[dict[str, Any]]
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, file: Path, *arguments: str) -> Rows:

@@ -1,4 +1,4 @@
-"""Mamba-2 and gated DeltaNet, which mix the tokens of a hybrid's blocks in the place of attention.
+"""Mamba-2 and gated DeltaNet, the mixers of a hybrid's blocks that have no attention.
 
 Both are a causal convolution, a recurrence over tokens (`pallas_bridge.linear_attention` and
 `pallas_bridge.gated_delta_rule`) and a gated norm between projections. With the weights of
@@ -24,17 +24,17 @@ Array = jax.Array
 # of Mamba-2 (Dao and Gu, 2024) and gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024).
 STEPS = (1e-3, 1e-1)
 MAMBA_RATES = (1.0, 16.0)
-# There from 0; from 0.01 in Qwen3-Next, as a logarithm of 0 would stay.
+# From 0 in the authors' code; from 0.01 in Qwen3-Next, as log 0 would never change.
 DELTA_RATES = (1e-2, 16.0)
 # As Qwen3-Next and flash-linear-attention have it.
 L2_EPSILON = 1e-6
-# Of gates the backward pass keeps the arguments alone.
+# The backward pass recomputes gates from their arguments.
 recomputed = jax.checkpoint
 
 
 @dataclass(frozen=True)
 class MixerParts:
-    """What a mixer takes of the model around it."""
+    """Dimensions, initializers and kernels that a mixer takes from its model."""
 
     of: Model
     # Makes an RMSNorm of so many columns.
@@ -228,7 +228,7 @@ def log_rates(key: Array, heads: int, bounds: tuple[float, float]) -> Array:
 
 @recomputed
 def written(x: Array, raw: Array, bias: Array, log_rate: Array) -> tuple[Array, Array]:
-    """What a token adds to a state, dt x, in the dtype of x; and its log decay in float32.
+    """The value that a token adds to a state, dt x, in x's dtype, and its log decay in float32.
 
     x is [B, T, H, P], `raw` [B, T, H] before softplus, `bias` and `log_rate` [H].
     """
@@ -238,7 +238,7 @@ def written(x: Array, raw: Array, bias: Array, log_rate: Array) -> tuple[Array, 
 
 @recomputed
 def l2_normalised(x: Array) -> Array:
-    """Divides by the L2 norm of the last axis; kernels of the delta rule take q and k so."""
+    """Divides by the L2 norm of the last axis, as kernels of the delta rule need q and k."""
     wide = x.astype(jnp.float32)
     norm = jax.lax.rsqrt((wide * wide).sum(-1, keepdims=True) + L2_EPSILON)
     return (wide * norm).astype(x.dtype)

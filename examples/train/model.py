@@ -104,8 +104,8 @@ class Kernels:
     attention: LayerKernel = "baseline"
     linear_attention: LayerKernel = "baseline"
     conv: LayerKernel = "baseline"
-    # Whether blocks are checkpointed by policies that keep the residual stream's sums, from which
-    # `rms_norm_linear` and `gated_mlp` compute normalised rows again.
+    # Whether sums of the residual stream are saved, from which `rms_norm_linear` and `gated_mlp`
+    # compute normalised rows again.
     keeps_sums: bool = False
 
 
@@ -168,7 +168,7 @@ class Block(nnx.Module):
         self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def make_mixer(self, rngs: nnx.Rngs) -> None:
-        """Begins what mixes tokens: attention."""
+        """Makes the layer that mixes tokens: attention."""
         of, norm = self.of, self.kernels.norm
         normal, deep = initializers(of)
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
@@ -258,7 +258,7 @@ class DeltaBlock(Block):
     """Gated DeltaNet and a gated feed-forward layer, each after a norm."""
 
     def make_mixer(self, rngs: nnx.Rngs) -> None:
-        """Begins what mixes tokens: gated DeltaNet."""
+        """Makes the layer that mixes tokens: gated DeltaNet."""
         self.mixer = GatedDeltaNet(mixer_parts(self.of, self.kernels), rngs)
 
     def __call__(
@@ -380,7 +380,7 @@ class Transformer(nnx.Module):
             return found
 
         def over_pattern(wrapped: Any) -> Any:
-            """A step over a block, or over those of a pattern, each wrapped for itself."""
+            """A step over a block, or over the blocks of a pattern, each wrapped on its own."""
 
             def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
                 if hybrid is None:
@@ -409,14 +409,14 @@ def block_names(of: Hybrid) -> list[str]:
 
 
 def mixer_parts(of: Model, kernels: Kernels) -> MixerParts:
-    """What mixers without attention take of a model."""
+    """Returns the `MixerParts` of a model."""
     normal, deep = initializers(of)
     make_norm = partial(Norm, eps=of.norm_eps, kernel=kernels.norm)
     return MixerParts(of, make_norm, normal, deep, kernels.linear_attention, kernels.conv)
 
 
 def initializers(of: Model) -> tuple[Any, Any]:
-    """Of matrices, and of those that add to the residual stream, whose numbers are smaller."""
+    """Initializers of matrices, and of those that add to the residual stream: smaller values."""
     return initializer(), initializer(1 / math.sqrt(2 * of.layers))
 
 

@@ -107,7 +107,9 @@ def test_signatures_have_types(site: Path) -> None:
     assert 'href="#pallas_bridge.Plan"' in found["explain"]
     for name, text in shown.items():
         if not text.startswith("class "):
-            arguments = re.sub(r"\[[^]]*\]", "", text.partition("(")[2].rpartition(")")[0])
+            # Without commas of types' parameters, and of defaults that are tuples.
+            arguments = text.partition("(")[2].rpartition(")")[0]
+            arguments = re.sub(r"\[[^]]*\]|\([^)]*\)", "", arguments)
             for argument in filter(None, map(str.strip, arguments.split(","))):
                 assert argument == "*" or ": " in argument, f"{name}: {argument}"
         assert "ndarray | " not in text and "..." not in text.replace(", ...]", "]"), text

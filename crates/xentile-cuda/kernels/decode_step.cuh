@@ -107,12 +107,7 @@ inline constexpr int kDecodeStepCtas = xentile::decode_step::kCtas;
 inline constexpr int kDecodeStepThreads = xentile::decode_step::kThreads;
 inline constexpr int kDecodeStepSharedBytes = xentile::decode_step::kSharedBytes;
 inline constexpr int kDecodeStepStageBytes = xentile::decode_step::kStageBytes;
-inline constexpr int kDecodeStepStageKeys = xentile::decode_step::kStageKeys;
-inline constexpr int kDecodeStepColumns = xentile::decode_step::kColumns;
-inline constexpr int kDecodeStepHidden = xentile::decode_step::Qwen3Small::kHidden;
 inline constexpr int kDecodeStepKvHeads = xentile::decode_step::Qwen3Small::kKvHeads;
-inline constexpr int kDecodeStepLayerStages =
-    xentile::decode_step::Layout<xentile::decode_step::Qwen3Small>::kLayerStages;
 inline constexpr int kDecodeStepStateWords =
     xentile::decode_step::Layout<xentile::decode_step::Qwen3Small>::kStateWords;
 

@@ -7,8 +7,8 @@
 // - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15
 //   the other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
 //   sequences, and lane (g, t) the sum of row g and sequence t. There are one or two such quads.
-// - A lane polls what it multiplies, with no copy in shared memory: columns of B without a sequence
-//   read what the last one has, and give nothing.
+// - A lane polls the activations that it multiplies, with no copy in shared memory. Columns of B
+//   without a sequence read the last sequence's, and their results are not written.
 // - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps
 //   meet, and four lanes add up one row of a sequence. Two buffers take turns, so a block is one
 //   barrier.
@@ -191,7 +191,7 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   }
 }
 
-// What a consumer warp has of its CTA.
+// A consumer warp's part of its CTA.
 template <class P>
 struct Consumer {
   uint8_t* shared;
@@ -253,7 +253,7 @@ struct Consumer {
     return at<float>(P::kSumsAt) + (turn & 1) * (kOutputs * kSumRow);
   }
 
-  // Leaves this warp's sums of a group of rows of a block.
+  // Writes this warp's sums of a group of rows of a block to shared memory.
   __device__ void leave(int group, const float (&sum)[P::kQuads][4], int batch) const {
 #pragma unroll
     for (int q = 0; q < P::kQuads; ++q) {

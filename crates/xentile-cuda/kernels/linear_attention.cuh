@@ -1,15 +1,15 @@
 // Linear attention and the gated delta rule in chunks of kLinearChunk tokens; program.py of the package pallas_bridge has
 // the formulas, whose names these kernels have.
 //
-// A sequence runs in groups of chunks, so that what is kept between kernels stays small. In a group, kernels that have
-// a CTA for each chunk and head do what does not depend on states, a chain does the rest with a CTA for each head and
-// kLinearSlice columns of values:
+// A sequence runs in groups of chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each
+// chunk and head compute what does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of
+// values, computes the rest:
 //
 //   forward:  decays, prepare (delta), chain, outputs
 //   backward: decays, prepare (delta), chain, pull (delta), reverse, gradients, and sums of heads that share keys
 //
-// States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains all that is no argument
-// is the sum of two numbers in bf16, so that no error grows from chunk to chunk.
+// States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains, computed matrices are the
+// sums of two in bf16, so that no error grows from chunk to chunk.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +28,15 @@ struct LinearAttentionArguments {
   const float* b;   // [B, T, H']; null without
   const void* dout;  // [B, T, H', V]
   const float* before;  // [M, .., K, V], the states before the group
-  float* behind;
-  const float* dbehind;  // their gradients, behind and before the group
+  float* after;
+  const float* dafter;  // their gradients, after and before the group
   float* dbefore;
   float* decays;   // [M, all chunks, 3, 64]: the sums of g in two parts, and b
   void* inverse;   // [M, N, 2, 64, 64]
   void* states;    // [M, N, K, V], before each chunk
   void* values;    // [M, N, 64, V], those that enter the states
   float* pulled;   // [M, N, 64, V], their gradients from outputs of the chunk
-  void* dstates;   // [M, N, K, V], behind each chunk
+  void* dstates;   // [M, N, K, V], after each chunk
   void* dsolved;   // [M, N, 64, V]
   void* out;       // [B, T, H', V]
   void* dq;
@@ -48,8 +48,8 @@ struct LinearAttentionArguments {
   float* dk_parts;
   int64_t tokens;
   int64_t before_stride;  // elements from one M to the next
-  int64_t behind_stride;
-  int64_t dbehind_stride;
+  int64_t after_stride;
+  int64_t dafter_stride;
   int64_t dbefore_stride;
   uint32_t key_heads;
   uint32_t heads;
@@ -87,36 +87,36 @@ __device__ inline float of_high(uint32_t pair) { return __uint_as_float(pair & 0
 __device__ inline float of_bits(Bits x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 
 // A matrix in shared memory, of one part or two, and whether its rows are stored as columns.
-template <bool kTurned, bool kSplit = false>
+template <bool kTransposed, bool kSplit = false>
 struct Matrix {
   const Bits* high;
   int pitch;
   const Bits* low = nullptr;
 };
 
-// 16 rows and 16 columns of the left matrix of a product.
-template <bool kTurned>
+// Loads 16 rows and 16 columns of the left matrix of a product.
+template <bool kTransposed>
 __device__ inline void load_left(uint32_t (&x)[4], const Bits* from, int pitch, int row, int k) {
   const int lane = threadIdx.x % 32;
-  if constexpr (kTurned) {
-    mma::load_turned(x, from + (k + lane / 16 * 8 + lane % 8) * pitch + row + lane / 8 % 2 * 8);
+  if constexpr (kTransposed) {
+    mma::load_transposed(x, from + (k + lane / 16 * 8 + lane % 8) * pitch + row + lane / 8 % 2 * 8);
   } else {
     mma::load(x, from + (row + lane % 16) * pitch + k + lane / 16 * 8);
   }
 }
 
-// 16 rows and 16 columns of the right one, of which a row is stored as a column with `kTurned`.
-template <bool kTurned>
+// Loads 16 rows and 16 columns of the right matrix, whose rows are stored as columns with `kTransposed`.
+template <bool kTransposed>
 __device__ inline void load_right(uint32_t (&x)[4], const Bits* from, int pitch, int k, int column) {
   const int lane = threadIdx.x % 32;
-  if constexpr (kTurned) {
+  if constexpr (kTransposed) {
     mma::load(x, from + (column + lane / 16 * 8 + lane % 8) * pitch + k + lane / 8 % 2 * 8);
   } else {
-    mma::load_turned(x, from + (k + lane % 16) * pitch + column + lane / 16 * 8);
+    mma::load_transposed(x, from + (k + lane % 16) * pitch + column + lane / 16 * 8);
   }
 }
 
-// Where a lane's number `i` of a tile of 16 x 8 is.
+// Row and column of a lane's value `i` of a tile of 16 x 8.
 __device__ inline int row_of(int i) { return threadIdx.x % 32 / 4 + i / 2 * 8; }
 __device__ inline int column_of(int i) { return threadIdx.x % 4 * 2 + i % 2; }
 
@@ -133,20 +133,20 @@ __device__ inline void clear(Sums<kTiles>& sums) {
 }
 
 // Adds a warp's 16 rows and 8 kTiles columns of a product over the indices from `begin` to `end`.
-template <int kTiles, bool kLeftTurned, bool kLeftSplit, bool kRightTurned, bool kRightSplit>
-__device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTurned, kLeftSplit> left, int row,
-                                   Matrix<kRightTurned, kRightSplit> right, int column, int begin,
+template <int kTiles, bool kLeftTransposed, bool kLeftSplit, bool kRightTransposed, bool kRightSplit>
+__device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTransposed, kLeftSplit> left, int row,
+                                   Matrix<kRightTransposed, kRightSplit> right, int column, int begin,
                                    int end) {
   static_assert(kTiles % 2 == 0);
 #pragma unroll 4
   for (int k = begin; k < end; k += 16) {
     uint32_t a[4], low[4];
-    load_left<kLeftTurned>(a, left.high, left.pitch, row, k);
-    if constexpr (kLeftSplit) load_left<kLeftTurned>(low, left.low, left.pitch, row, k);
+    load_left<kLeftTransposed>(a, left.high, left.pitch, row, k);
+    if constexpr (kLeftSplit) load_left<kLeftTransposed>(low, left.low, left.pitch, row, k);
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
       uint32_t b[4];
-      load_right<kRightTurned>(b, right.high, right.pitch, k, column + n * 8);
+      load_right<kRightTransposed>(b, right.high, right.pitch, k, column + n * 8);
       mma::multiply(sums[n], a, b[0], b[1]);
       mma::multiply(sums[n + 1], a, b[2], b[3]);
       if constexpr (kLeftSplit) {
@@ -154,7 +154,7 @@ __device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTurned, kLeft
         mma::multiply(sums[n + 1], low, b[2], b[3]);
       }
       if constexpr (kRightSplit) {
-        load_right<kRightTurned>(b, right.low, right.pitch, k, column + n * 8);
+        load_right<kRightTransposed>(b, right.low, right.pitch, k, column + n * 8);
         mma::multiply(sums[n], a, b[0], b[1]);
         mma::multiply(sums[n + 1], a, b[2], b[3]);
       }
@@ -189,7 +189,7 @@ __device__ inline void put_tiles(Bits* high, Bits* low, int pitch, int row, int 
   }
 }
 
-// Which head, chunk and tokens a CTA has.
+// The head, chunk and tokens of a CTA.
 struct Place {
   int64_t of;  // M
   int64_t sequence;
@@ -559,7 +559,7 @@ struct Chain {
       state.add(stage.k, s.values[0], s.values[1]);
       state.share(s.state[0], s.state[1]);
     }
-    if (a.behind != nullptr) state.write(a.behind + of * a.behind_stride + column, V);
+    if (a.after != nullptr) state.write(a.after + of * a.after_stride + column, V);
     mma::wait<0>();
   }
 };
@@ -614,7 +614,7 @@ struct Reverse {
     const int64_t of = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
     State<K> dstate;
-    dstate.read(a.dbehind + of * a.dbehind_stride + column, V);
+    dstate.read(a.dafter + of * a.dafter_stride + column, V);
     int coming = static_cast<int>(a.chunks) - 1;
     const auto load_next = [&] {
       if (coming >= 0) s.load(a, Place(a, of, coming), column);
@@ -679,7 +679,7 @@ struct Reverse {
   }
 };
 
-// A matrix [64, V] that is a chunk's v without b, and what a chain left with it.
+// Copies a chunk's [64, V]: v without b, and the values that a chain saved with b.
 template <int V, bool kDelta, int kOf>
 __device__ inline void copy_values(Bits* to, const Arguments& a, const Place& place) {
   if constexpr (kDelta) {
@@ -721,7 +721,7 @@ struct Outputs {
     const int row = threadIdx.x / 32 * 16;
     Sums<8> scores;
     clear(scores);
-    // Columns behind the last row of the warp see nothing.
+    // Columns after the last row of the warp are masked.
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       if (n * 8 <= row) {
@@ -846,13 +846,13 @@ struct Pull {
   }
 };
 
-// Adds up a number of each of the four lanes of a row.
+// Adds up the values of the four lanes of a row.
 __device__ inline float over_row(float x) {
   x += mma::xor_lane(x, 1);
   return x + mma::xor_lane(x, 2);
 }
 
-// Adds up a number of each of the eight lanes of a column.
+// Adds up the values of the eight lanes of a column.
 __device__ inline float over_column(float x) {
   x += mma::xor_lane(x, 4);
   x += mma::xor_lane(x, 8);
@@ -928,7 +928,7 @@ struct Gradients {
     __syncthreads();
   }
 
-  // What is [64, 64]: a warp has 16 rows and half of the columns.
+  // Matrices [64, 64]: a warp has 16 rows and half of the columns.
   __device__ void scores(const Arguments& a, const Decays& decays, int row, int half) {
     const int column = half * 32;
     const Matrix<false> left_q{q, K + kGap}, left_k{k, K + kGap}, left_dout{dout, V + kGap};
@@ -1055,7 +1055,7 @@ struct Gradients {
     }
   }
 
-  // Writes rows of dq or dk, or of the parts that heads with common keys add up.
+  // Writes rows of dq or dk, or of the partial sums of heads that share keys.
   template <int kTiles>
   __device__ static void write(const Arguments& a, const Place& place, Bits* to, float* parts,
                                const Sums<kTiles>& sums, int row, int column) {

@@ -1,5 +1,5 @@
-// Products of 16-bit matrices in shared memory by warps, with sums in f32: `mma.sync` of bf16, which every GPU from Ampere
-// on has. A matrix in more than bf16 is the sum of two in bf16, its high and its low part.
+// GEMMs of bf16 matrices in shared memory by warps, with sums in f32: `mma.sync`, which every GPU from Ampere on has. A
+// matrix that needs more precision than bf16 is the sum of two in bf16, its high and its low part.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,7 +43,7 @@ __device__ inline void load(uint32_t (&x)[4], const Bits* from) {
                : "memory");
 }
 
-__device__ inline void load_turned(uint32_t (&x)[4], const Bits* from) {
+__device__ inline void load_transposed(uint32_t (&x)[4], const Bits* from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(ptx::shared_address(from))

@@ -1,4 +1,4 @@
-// Steps of AdamW over many arrays in one launch: parameters and state are written in their place.
+// Steps of AdamW over many arrays in one launch, in place.
 //
 // A CTA has a tile of one array, found by a binary search of the table in the kernel's parameters.
 // A warp has 256 consecutive entries at a time, a lane 8 of these: 8 in a row of parameters of 16
@@ -72,7 +72,7 @@ namespace optimizers {
 inline constexpr int kDecades = 7;
 inline constexpr double kPowers[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
 
-// What a code is computed from. Entry y of [0, 1] has the magnitude floor(y * factor + offset) of its
+// The tables that codes are computed from. Entry y of [0, 1] has the magnitude floor(y * factor + offset) of its
 // line, at most limit; optimizers/codes.py derives the numbers. Lines are 0's, then those of the
 // decades, then 1's. An octave, between two powers of two, has the line of its lower end, and where
 // that ends: no octave has parts of three.

@@ -1,5 +1,5 @@
-//! A token of a decoder in one launch, for Hopper: of one sequence of the smallest (kernels/decode_step.cuh), and
-//! of up to 8 of all (kernels/decode_step_wide.cuh).
+//! Decodes a token of each sequence in one launch, for Hopper: kernels/decode_step.cuh for one sequence of the
+//! smallest decoder, kernels/decode_step_wide.cuh for up to 8 sequences of every decoder.
 //!
 //! CTAs wait for each other, so all must run at once: the launch is cooperative, and a GPU without room
 //! for all of them is refused before.
@@ -20,10 +20,10 @@ const BOX: c_uint = 64;
 /// Bytes of keys in a stage of the cache.
 const KEY_BYTES: usize = STAGE_BYTES / 2;
 
-/// Sequences of the two kernels of a decoder.
+/// The most sequences of each of the two kernels of a decoder.
 const BATCHES: [usize; 2] = [4, 8];
 
-/// A decoder that there are kernels for. Its layers, vocabulary and RoPE may be any.
+/// A decoder that has kernels, for any number of layers, any vocabulary and RoPE.
 #[derive(Debug)]
 struct Decoder {
     name: &'static str,
@@ -33,8 +33,8 @@ struct Decoder {
     names: [&'static str; 2],
     shared_bytes: [u32; 2],
     state_words: [usize; 2],
-    /// Copies in flight of a CTA, and the least clocks between two: by measurement on an H200 for the
-    /// smallest, and more where hand-overs are a smaller part of the time.
+    /// Copies in flight of a CTA, and the least clocks between two: measured on an H200 for the smallest decoder;
+    /// closer together for larger ones, which exchange activations a smaller part of the time.
     in_flight: i32,
     pace: i32,
 }
@@ -128,7 +128,7 @@ const DECODERS: &[Decoder] = &[
     ),
 ];
 
-/// What of a decoder a kernel is compiled for.
+/// Dimensions of a decoder that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     /// D.
@@ -212,7 +212,7 @@ impl DecodeStep {
     /// Elements of a stage of packed weights.
     pub const STAGE_ELEMENTS: usize = STAGE_BYTES / 2;
 
-    /// That of a decoder and so many sequences.
+    /// Plans a step of a decoder for a batch of sequences.
     ///
     /// # Errors
     /// Dims or extents that no kernel has.
@@ -248,12 +248,12 @@ impl DecodeStep {
         2 * if self.is_single() { STATE_WORDS } else { self.decoder.state_words[self.size()] }
     }
 
-    /// Whether the kernel for one sequence of the smallest decoder is meant.
+    /// Whether the step runs the kernel for one sequence of the smallest decoder.
     fn is_single(&self) -> bool {
         self.batch == 1 && std::ptr::eq(self.decoder, &raw const DECODERS[0])
     }
 
-    /// Which of a decoder's kernels.
+    /// The index of the step's kernel among those of its decoder.
     fn size(&self) -> usize {
         usize::from(self.batch.unsigned_abs() as usize > BATCHES[0])
     }

@@ -1,4 +1,4 @@
-//! Linear attention and the gated delta rule in bf16: both passes, a group of chunks after the other.
+//! Launches the kernels of linear attention and the gated delta rule in bf16, one group of chunks after another.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -16,8 +16,8 @@ mirror! {
         b: *const f32,
         dout: *const c_void,
         before: *const f32,
-        behind: *mut f32,
-        dbehind: *const f32,
+        after: *mut f32,
+        dafter: *const f32,
         dbefore: *mut f32,
         decays: *mut f32,
         inverse: *mut c_void,
@@ -36,8 +36,8 @@ mirror! {
         dk_parts: *mut f32,
         tokens: i64,
         before_stride: i64,
-        behind_stride: i64,
-        dbehind_stride: i64,
+        after_stride: i64,
+        dafter_stride: i64,
         dbefore_stride: i64,
         key_heads: u32,
         heads: u32,
@@ -112,11 +112,11 @@ pub struct Operands {
 pub struct Outputs {
     /// `[B, T, H', V]`.
     pub o: *mut c_void,
-    /// `[B, H', groups, K, V]`, the states behind groups.
+    /// `[B, H', groups, K, V]`, the state after each group.
     pub states: *mut f32,
 }
 
-/// Memory that a forward pass works in, and a backward pass too. N are the chunks of a group.
+/// Scratch of both passes. N is the number of chunks of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Scratch {
     /// `[B, H', chunks, 192]`.
@@ -129,7 +129,7 @@ pub struct Scratch {
     pub values: *mut c_void,
 }
 
-/// What a backward pass works in besides.
+/// Scratch of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardScratch {
     /// `[B, H', N, K, V]` in bf16.
@@ -142,14 +142,14 @@ pub struct BackwardScratch {
     pub parts: Option<[*mut f32; 2]>,
 }
 
-/// What the backward pass is given besides.
+/// Operands of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Cotangents {
     /// `[B, T, H', V]`.
     pub o: *const c_void,
     /// `[B, H', K, V]`.
     pub final_state: *const f32,
-    /// `[B, H', groups, K, V]` of the forward pass.
+    /// `[B, H', groups, K, V]`, as the forward pass wrote them.
     pub states: *const f32,
 }
 
@@ -193,7 +193,7 @@ enum Kernel {
 }
 
 impl LinearAttention {
-    /// The call for arrays of a shape.
+    /// Plans a call for arrays of a shape.
     ///
     /// # Errors
     /// A shape that kernels do not have, or arrays with more chunks than a grid.
@@ -255,7 +255,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Has `stream` write o and the states behind groups.
+    /// Has `stream` write o and the state after each group.
     ///
     /// # Errors
     /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
@@ -280,8 +280,8 @@ impl LinearAttention {
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
         for group in 0..self.groups() {
             self.begin(group, &mut all, operands.initial_state, outputs.states);
-            all.behind = outputs.states.wrapping_add(group * self.state_elements());
-            all.behind_stride = (self.groups() * self.state_elements()) as i64;
+            all.after = outputs.states.wrapping_add(group * self.state_elements());
+            all.after_stride = (self.groups() * self.state_elements()) as i64;
             let kernels = if self.delta {
                 &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..]
             } else {
@@ -346,7 +346,7 @@ impl LinearAttention {
             dq_parts: if shares { dq_parts } else { null_mut() },
             dk_parts: if shares { dk_parts } else { null_mut() },
             dbefore: gradients.initial_state,
-            dbehind_stride: stride,
+            dafter_stride: stride,
             dbefore_stride: stride,
             reversed: self.slices() as u32,
             ..self.arguments(&operands, &scratch)?
@@ -356,7 +356,7 @@ impl LinearAttention {
         for group in (0..self.groups()).rev() {
             self.begin(group, &mut all, operands.initial_state, cotangents.states);
             let is_last = group + 1 == self.groups();
-            all.dbehind = if is_last { cotangents.final_state } else { gradients.initial_state };
+            all.dafter = if is_last { cotangents.final_state } else { gradients.initial_state };
             let kernels = if self.delta {
                 &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients]
                     [..]
@@ -371,7 +371,7 @@ impl LinearAttention {
         Ok(())
     }
 
-    /// Elements of a head's state.
+    /// The number of elements of a head's state.
     fn state_elements(&self) -> usize {
         self.shape.keys * self.shape.values
     }
@@ -381,7 +381,7 @@ impl LinearAttention {
         self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
     }
 
-    /// Has arguments tell of a group and the state before it.
+    /// Sets the arguments of a group, and those of the state before it.
     fn begin(&self, group: usize, all: &mut Arguments, initial: *const f32, states: *const f32) {
         let first = group * self.shape.group;
         all.first = first as u32;
@@ -393,7 +393,7 @@ impl LinearAttention {
         };
     }
 
-    /// The arguments of all kernels, without those of a group and of a pass.
+    /// The arguments that do not depend on the group or the pass.
     fn arguments(&self, operands: &Operands, scratch: &Scratch) -> Result<Arguments> {
         let Shape { sequences, tokens, key_heads, heads, .. } = self.shape;
         let Operands { q, k, v, g, b, initial_state } = *operands;
@@ -420,8 +420,8 @@ impl LinearAttention {
             b: b.unwrap_or(null()),
             dout: null(),
             before: null(),
-            behind: null_mut(),
-            dbehind: null(),
+            after: null_mut(),
+            dafter: null(),
             dbefore: null_mut(),
             decays: scratch.decays,
             inverse: scratch.inverse,
@@ -440,8 +440,8 @@ impl LinearAttention {
             dk_parts: null_mut(),
             tokens: tokens as i64,
             before_stride: 0,
-            behind_stride: 0,
-            dbehind_stride: 0,
+            after_stride: 0,
+            dafter_stride: 0,
             dbefore_stride: 0,
             key_heads: key_heads as u32,
             heads: heads as u32,
@@ -517,7 +517,7 @@ impl LinearAttention {
         }
     }
 
-    /// CTAs of a kernel for a group of so many chunks.
+    /// CTAs of a kernel, for a group of `chunks`.
     fn ctas(&self, kernel: Kernel, chunks: usize) -> usize {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {

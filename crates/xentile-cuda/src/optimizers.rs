@@ -1,4 +1,4 @@
-//! A step of AdamW over many arrays, which are written in their place.
+//! Launches a step of AdamW over many arrays in place, and sums of squares for the norm of gradients.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -60,7 +60,7 @@ numbers! {
     TILE: u32 = kOptimizerTile, 8192;
 }
 
-/// The words of [`AdamW::run`]'s scalars.
+/// The number of words of the scalars of [`AdamW::run`].
 pub const SCALARS: usize = 16;
 
 /// The extents that blocks of 8-bit state may have.
@@ -84,7 +84,7 @@ impl Array {
 #[derive(Clone, Copy, Debug)]
 pub enum State {
     /// Both moments in f32.
-    Wide {
+    Float32 {
         /// The first.
         mu: *mut c_void,
         /// The second.
@@ -123,7 +123,7 @@ pub struct Parameter {
 pub struct AdamW {
     /// The dtype of parameters: f32 or bf16.
     pub params: DType,
-    /// That of gradients: f32 or bf16.
+    /// The dtype of gradients: f32 or bf16.
     pub grads: DType,
     /// Whether moments are in 8 bits.
     pub is_quantized: bool,
@@ -143,8 +143,8 @@ impl AdamW {
     }
 
     /// Has `stream` make a step, in a launch for every 256 parameters. `scalars` are [`SCALARS`] words on the
-    /// device in the order of `OptimizerScalars` in kernels/optimizers.cuh, and `leaves` a word for each
-    /// parameter: twice its number, which stochastic rounding goes by, and 1 if it decays.
+    /// device in the order of `OptimizerScalars` in kernels/optimizers.cuh. `leaves` has a word for each
+    /// parameter: twice its number, which seeds stochastic rounding, plus 1 if it decays.
     ///
     /// # Errors
     /// No driver or GPU that will do, arrays that begin at no multiple of 16, blocks that do not fit, a failure
@@ -296,7 +296,7 @@ fn arguments(
 /// A row of the table.
 fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
     let (mu, nu, mu_scales, nu_scales, block) = match of.state {
-        State::Wide { mu, nu } => (mu, nu, null_mut(), null_mut(), 1),
+        State::Float32 { mu, nu } => (mu, nu, null_mut(), null_mut(), 1),
         State::Quantized { mu, mu_scales, nu, nu_scales, block } => {
             if !BLOCKS.contains(&block) || !of.size.is_multiple_of(block) {
                 return Err(Error::Problem(xentile::Error::Shape {

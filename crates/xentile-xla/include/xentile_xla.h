@@ -209,8 +209,8 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_decode_step: Logits after one token of each sequence of a decoder, the most probable
- * next token and its log-probability. The cache is updated in place. `state` is zeros before
- * the first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
+ * next token and its log-probability. The cache is updated in place. `state` is zeros before the
+ * first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
  * sines, token, position, keys, values, state) -> (logits, next_token, next_logp, new_keys,
  * new_values, new_state). */
 struct XLA_FFI_Error* xentile_decode_step_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
@@ -320,7 +320,7 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_attention_forward: Linear attention, or with b the gated delta rule, and the
- * states behind groups of chunks. (q, k, v, g, b, initial_state) -> (o, states, decays,
+ * state after each group of chunks. (q, k, v, g, b, initial_state) -> (o, states, decays,
  * chunk_states, inverse, values). */
 struct XLA_FFI_Error* xentile_linear_attention_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);

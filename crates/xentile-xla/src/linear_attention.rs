@@ -21,7 +21,7 @@ const V: ArrayDecl = input("v", "*batch T G V", LIKE_Q);
 const LOG_DECAY: ArrayDecl = input("g", "*batch T G", F32);
 const B: ArrayDecl = input("b", "*batch T G", F32).given(DELTA);
 const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
-/// The states behind groups of chunks; the last is the final state.
+/// The state after each group of chunks; the last is the final state.
 const STATES: &str = "*batch G T/group_tokens K V";
 
 /// Sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
@@ -44,7 +44,7 @@ pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_linear_attention_forward",
-    summary: "Linear attention, or with b the gated delta rule, and the states behind groups of chunks.",
+    summary: "Linear attention, or with b the gated delta rule, and the state after each group of chunks.",
     host: Stages::None,
     operands: &[Q, K, V, LOG_DECAY, B, INITIAL_STATE],
     results: &[

@@ -10,7 +10,7 @@ use xla_ffi::DType;
 
 use crate::declaration::{Alias, ArrayDecl, Declaration, Dtype, F32, S32, Stages, input, output};
 
-const WIDE_OR_BF16: Dtype = Dtype::OneOf(&[DType::F32, DType::Bf16]);
+const F32_OR_BF16: Dtype = Dtype::OneOf(&[DType::F32, DType::Bf16]);
 const CODES: Dtype = Dtype::OneOf(&[DType::U8]);
 const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
@@ -20,8 +20,8 @@ pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, SUM_SQUARES
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "N", S32);
-const GRADS: ArrayDecl = input("grads", ARRAY, WIDE_OR_BF16);
-const PARAMS: ArrayDecl = input("params", ARRAY, WIDE_OR_BF16);
+const GRADS: ArrayDecl = input("grads", ARRAY, F32_OR_BF16);
+const PARAMS: ArrayDecl = input("params", ARRAY, F32_OR_BF16);
 
 const fn in_place(operand: &'static str, result: &'static str) -> Alias {
     Alias { operand, result, always: true }
@@ -82,7 +82,7 @@ pub(crate) const SUM_SQUARES: Declaration = Declaration {
     name: c"xentile_sum_squares",
     summary: "The sums of squares of each 8192 entries of x; x is repeated for each of many arrays.",
     host: Stages::None,
-    operands: &[input("x", ARRAY, WIDE_OR_BF16)],
+    operands: &[input("x", ARRAY, F32_OR_BF16)],
     results: &[output("partials", "B", F32)],
     maps_shared: false,
     ..Declaration::BASE

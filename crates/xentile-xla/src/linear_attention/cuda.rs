@@ -142,7 +142,7 @@ impl<'a> Parameter<'a> for BackwardScratch<'a> {
     }
 }
 
-/// A call's extents, by which all shapes are checked.
+/// The extents of a call, which the shapes of all arrays must have.
 struct Extents<'a> {
     leading: &'a [usize],
     shape: Shape,
@@ -151,7 +151,7 @@ struct Extents<'a> {
 }
 
 impl Extents<'_> {
-    /// Checks that an array, with its name, is *batch and then `last`.
+    /// Checks that the array `name` has the axes of *batch, then `last`.
     fn check(&self, name: &str, dims: &[usize], last: &[usize]) -> Result {
         let right = [self.leading, last].concat();
         if dims == right {
@@ -160,13 +160,13 @@ impl Extents<'_> {
         Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
     }
 
-    /// The same of an array in bf16.
+    /// As `check`, and that the array is in bf16.
     fn check_rounded(&self, name: &str, dims: &[usize], dtype: DType, last: &[usize]) -> Result {
         check_dtype(name, dtype)?;
         self.check(name, dims, last)
     }
 
-    /// Checks memory that a pass works in.
+    /// Checks the scratch of both passes.
     fn check_scratch(&self, scratch: &Scratch) -> Result {
         let Shape { heads, keys, values, group, .. } = self.shape;
         let Scratch { decays, states, inverse, values: of_values } = scratch;
@@ -258,7 +258,7 @@ impl Scratch<'_> {
     }
 }
 
-/// Where an array is, or null.
+/// The address of an array, or null.
 fn place(array: Option<&AnyMut>) -> *mut c_void {
     array.map_or(null_mut(), OnDevice::as_ptr)
 }

@@ -111,7 +111,7 @@ fn adamw(scalars: Words, leaves: Words, arrays: Arrays<4>, context: Context) -> 
         for (name, array) in [("mu", mu), ("nu", nu)] {
             check(name, *array, DType::F32, params.dims())?;
         }
-        Ok(State::Wide { mu: mu.as_ptr(), nu: nu.as_ptr() })
+        Ok(State::Float32 { mu: mu.as_ptr(), nu: nu.as_ptr() })
     };
     step(scalars, leaves, &arrays, state, context)
 }

@@ -1,4 +1,4 @@
-"""The gated MLP: its derivative keeps less than those of its parts."""
+"""The gated MLP, whose derivative saves fewer residuals than those of its parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ from .options import QUICK, Kind, Options
 
 Function = Literal["silu", "gelu_tanh", "gelu_erf", "gelu_quick", "relu"]
 Keep = Literal["inner", "packed", "input"]
-# What policies of `jax.checkpoint` call gate and up of `gated_mlp`.
+# The name of gate and up of `gated_mlp` for policies of `jax.checkpoint`.
 NAME = "gated_mlp"
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The activation, what is kept for the backward pass, and the norm before, if there is one."""
+    """The activation, what is saved for the backward pass, and the norm before, if any."""
 
     activation: Options
     keep: Keep

@@ -106,7 +106,7 @@ def linear_attention(
       initial_state: the state before the first token, [B, H', K, V] in float32; None for 0.
       segment_ids: [B, T] in int32, or None. The state is 0 where the id changes; `initial_state`
         belongs to the first segment.
-      return_final_state: whether to return the state behind the last token too.
+      return_final_state: whether to return the state after the last token too.
       implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128,
         on NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
         kernels where there are any. In a program that XLA partitions over a mesh that is its own
@@ -197,7 +197,7 @@ def gated_delta_rule(
       qk_l2_norm: whether q and k are divided by their L2 norms, sqrt(sum(x^2) + 1e-6).
       initial_state: [B, H', K, V] in float32; None for 0.
       segment_ids: [B, T] in int32, or None.
-      return_final_state: whether to return the state behind the last token too.
+      return_final_state: whether to return the state after the last token too.
       implementation: as for `linear_attention`. With `qk_l2_norm` there are no kernels.
 
     Returns:

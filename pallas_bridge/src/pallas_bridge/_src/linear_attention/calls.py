@@ -1,7 +1,7 @@
 """Calls of the kernels of linear attention and the gated delta rule, and their derivative.
 
-Kernels have chunks of 64 tokens in groups, as `program` has, and leave the states behind groups for
-the backward pass. They are for bfloat16, and for 64 or 128 columns of keys and of values.
+Kernels have chunks of 64 tokens in groups, as `program` has, and save the state after each group
+for the backward pass. They are for bfloat16, and for 64 or 128 columns of keys and of values.
 """
 
 import math
@@ -38,12 +38,12 @@ class Call:
     # Chunks of a group, and the number of groups.
     chunks: int
     groups: int
-    # What the user asked for by name.
+    # The implementation that the user named.
     implementation: Implementation | None = None
 
     @staticmethod
     def of(options: Options, arrays: Any, implementation: Implementation | None) -> "Call":
-        """Returns the call for arrays that `lacks` says nothing of."""
+        """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
         batch, _, heads, columns = v.shape
@@ -70,7 +70,7 @@ class Call:
 
 
 def lacks(options: Options, arrays: Any) -> str | None:
-    """Returns what of a call kernels do not take, or None."""
+    """Returns why the kernels do not take a call, or None where they do."""
     q, _, v, *_ = arrays
     if q.dtype != jnp.bfloat16:
         return f"q has dtype {q.dtype}; it must be bfloat16"
@@ -120,7 +120,7 @@ def _bind(call: Call, target: str, dense: Any, attributes: Any, *arrays: jax.Arr
 
 
 def _forward(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns o and the states behind groups, [B, H', groups, K, V]."""
+    """Returns o and the state after each group, [B, H', groups, K, V]."""
     o, states, *_ = _bind(call, FORWARD, _dense_forward, call.attributes(arrays), *arrays)
     return o, states
 
@@ -128,9 +128,9 @@ def _forward(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _dense_forward(call: Call, *arrays: jax.Array) -> list[jax.Array]:
     leading, arrays = _with_one_batch(arrays)
     o, state, saved = call.program(arrays).forward(*arrays)
-    # States before groups, g b h r k v, are those behind the groups before.
-    behind = jnp.concatenate([saved[1:], state.reshape(1, *saved.shape[1:])])
-    states = jnp.moveaxis(behind, 0, 3).reshape(*state.shape[:2], call.groups, *state.shape[2:])
+    # A state before a group, of g b h r k v, is that after the group before.
+    after = jnp.concatenate([saved[1:], state.reshape(1, *saved.shape[1:])])
+    states = jnp.moveaxis(after, 0, 3).reshape(*state.shape[:2], call.groups, *state.shape[2:])
     return _with_axes(leading, [o, states, *_scratch(call, False, arrays)])
 
 
@@ -138,8 +138,8 @@ def _dense_backward(call: Call, *every: jax.Array) -> list[jax.Array]:
     leading, (*arrays, states, do, dstate) = _with_one_batch(every)
     heads = arrays[0].shape[2]
     batch, all_heads, groups, *rest = states.shape
-    behind = jnp.moveaxis(states.reshape(batch, heads, all_heads // heads, groups, *rest), 3, 0)
-    saved = jnp.concatenate([arrays[-1].reshape(1, *behind.shape[1:]), behind[:-1]])
+    after = jnp.moveaxis(states.reshape(batch, heads, all_heads // heads, groups, *rest), 3, 0)
+    saved = jnp.concatenate([arrays[-1].reshape(1, *after.shape[1:]), after[:-1]])
     found = call.program(arrays).backward(arrays, saved, do, dstate)
     return _with_axes(leading, [*found, *_scratch(call, True, arrays)])
 
@@ -183,7 +183,7 @@ def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
 
 
 def _both(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns o, the final state and the states behind groups."""
+    """Returns o, the final state and the state after each group."""
     o, states = _forward(call, *arrays)
     return o, states[:, :, -1], states
 

@@ -211,7 +211,7 @@ class Program:
     def _load(
         self, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, b: jax.Array | None = None
     ) -> Chunks:
-        """Returns chunks of rows; tokens behind the last change no state."""
+        """Returns chunks of rows; tokens after the last change no state."""
         heads = k.shape[2]
         q, k = self._split(q), self._split(k)
         if self.options.l2_norm:
@@ -239,7 +239,7 @@ class Program:
         return Terms(decay, from_start, to_end, kk, invert_unit_lower(chunks.b[..., None] * kk))
 
     def _solve(self, state: jax.Array, chunks: Chunks, terms: Terms) -> tuple[jax.Array, Solved]:
-        """Returns the state behind a group, and what its chunks have."""
+        """Returns the state after a group, and what its chunks have."""
         if chunks.b is None:
             added = self._dot("nbhjk,nbhrjv->nbhrkv", chunks.k, terms.to_end * chunks.v)
             after, states = _decayed_sums(state, added, terms.from_start[..., -1, 0])
@@ -304,7 +304,7 @@ class Program:
     def _solve_transposed(
         self, chunks: Chunks, terms: Terms, scores: jax.Array, do: jax.Array, dstate: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the gradients of the state before a group, of those behind chunks, and of N.
+        """Returns the gradients of the state before a group, of those after chunks, and of N.
 
         With b, the last is the gradient of b (v - exp(G) k S), from which N is solved.
         """

@@ -1,4 +1,4 @@
-"""RMSNorm and the products of its rows: a derivative that keeps no normalised rows."""
+"""RMSNorm and the GEMMs of its rows, whose derivative saves no normalised rows."""
 
 from collections.abc import Sequence
 from functools import partial

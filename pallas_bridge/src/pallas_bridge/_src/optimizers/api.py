@@ -22,7 +22,7 @@ Schedule = ArrayLike | Callable[[Any], ArrayLike]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What an optimizer was made with."""
+    """The options of an optimizer."""
 
     name: str
     rule: Rule
@@ -70,7 +70,7 @@ class Options:
         for grad, param, old, leaf in step.arrays():
             change, new = formula.update(self.rule, step.scalars, grad, param, old, leaf)
             if self.rounds and param.dtype == jnp.bfloat16:
-                # What leads to the rounded parameter, which is then exact.
+                # The difference from the rounded parameter, so that adding it is exact.
                 rounded = formula.apply(step.scalars, param, change, leaf, rounds=True)
                 change = rounded.astype(jnp.float32) - param.astype(jnp.float32)
             updates.append(change)
@@ -133,7 +133,7 @@ class Options:
             return jnp.asarray(value(before) if callable(value) else value, jnp.float32)
 
         def rest(value: Any) -> jax.Array:
-            # Of a Python float in float64, as optax has it.
+            # A Python float is subtracted in float64, as in optax.
             return jnp.asarray(1 - value, jnp.float32)
 
         def correction(value: Any, steps: jax.Array = count) -> jax.Array:
@@ -178,7 +178,7 @@ class _Step:
     norm: jax.Array | None
 
     def arrays(self) -> "list[call.Arrays]":
-        """Returns a gradient, a parameter, its moments and what is known of it, for each."""
+        """Returns the gradient, parameter, moments and `Leaf` of each parameter."""
         rows = zip(*self.moments, strict=True)
         return [
             (grad, param, list(moments), leaf)
@@ -194,7 +194,7 @@ class _Step:
         return State(self.count, mu, nu, self.norm)
 
 
-def _made(**options: Any) -> "optax.GradientTransformationExtraArgs":
+def _make(**options: Any) -> "optax.GradientTransformationExtraArgs":
     one = Options(**options)
     call.check_implementation(one.name, one.implementation)
     return transformation.make(one.init, one.update, one.update_and_apply)
@@ -235,9 +235,9 @@ def adamw(
       eps_root: added inside the square root.
       weight_decay: as `learning_rate`; it is multiplied by the learning rate.
       mask: which parameters decay: a tree of Booleans, a prefix of one, or a function of params.
-      nesterov: takes the moment of the next step, as NAdam.
-      max_norm: gradients are scaled to this global norm where theirs is larger, and `state.norm`
-        has theirs; with `math.inf` the norm alone. None for neither.
+      nesterov: whether the step takes the first moment of the next step, as NAdam.
+      max_norm: gradients with a larger global norm are scaled to this one, and `state.norm` is
+        their norm before. `math.inf` computes the norm alone; None neither.
       rounding_seed: rounds bfloat16 parameters stochastically, by a generator of seed, step, array
         and index; None rounds to nearest.
       implementation: "custom_call", "reference" (XLA's program), or None: the kernel on machines
@@ -253,7 +253,7 @@ def adamw(
       TypeError: parameters or gradients of other dtypes; the message has the path.
       ValueError: gradients or state of another tree, shape or block size than params.
     """
-    return _made(
+    return _make(
         name="adamw",
         rule="adam",
         quantizes=False,
@@ -304,7 +304,7 @@ def adamw8bit(
       weight_decay: as for `adamw`.
       mask: as for `adamw`.
       nesterov: as for `adamw`.
-      float32_mask: whose state stays float32, True there; of the forms of `mask`.
+      float32_mask: which parameters keep float32 state; of the forms of `mask`.
       shardings: a tree of the parameters' shardings, for `init` under `jax.jit` on a mesh, where
         parameters do not show them.
       max_norm: as for `adamw`.
@@ -321,7 +321,7 @@ def adamw8bit(
       TypeError: as for `adamw`.
       ValueError: as for `adamw`.
     """
-    return _made(
+    return _make(
         name="adamw8bit",
         rule="adam",
         quantizes=True,
@@ -380,7 +380,7 @@ def adam8bit(
       TypeError: as for `adamw`.
       ValueError: as for `adamw`.
     """
-    return _made(
+    return _make(
         name="adam8bit",
         rule="adam",
         quantizes=True,
@@ -439,7 +439,7 @@ def lion8bit(
       TypeError: as for `adamw`.
       ValueError: as for `adamw`.
     """
-    return _made(
+    return _make(
         name="lion8bit",
         rule="lion",
         quantizes=True,

@@ -24,17 +24,17 @@ from .formula import Rule, Scalars
 from .trees import Leaf, is_quantized
 
 Array = jax.Array
-# A gradient, a parameter, its moments, and what is known of it.
+# A gradient, a parameter, its moments, and its place in the tree.
 Arrays = tuple[Array, Array, list[Any], Leaf]
 Result = tuple[Array, list[Any]]
 
 TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
-# Of parameters and of gradients.
+# Dtypes of parameters and gradients that kernels take.
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
-# Words of scalars.
+# The number of words of scalars.
 WORDS = 16
 SUM_TARGET = "xentile_sum_squares"
-# Entries that have a sum of squares of their own.
+# Entries of each partial sum of squares.
 TILE = 8192
 
 
@@ -83,7 +83,7 @@ def run(
 def norm_and_clip(
     grads: list[Array], max_norm: Any, implementation: Implementation | None
 ) -> tuple[Array | None, Array]:
-    """Returns the global norm of gradients, and what they are multiplied by for `max_norm`.
+    """Returns the global norm of gradients, and their factor for `max_norm`.
 
     Without `max_norm` these are None and 1, and for infinity the norm and 1.
     """
@@ -170,7 +170,7 @@ def _bind(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any)
 
 
 def _outputs(operands: Any, structure: Any) -> list[Any]:
-    """Returns those of the operands that a step writes: parameters and moments, in order."""
+    """Returns the operands that a step overwrites: parameters and moments, in order."""
     _, arrays = jax.tree.unflatten(structure, operands)
     return jax.tree.leaves([(param, moments) for _, param, moments in arrays])
 
@@ -186,8 +186,8 @@ def _lower(ctx: Any, *operands: Any, leaves: Any, rounds: bool, structure: Any) 
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
 
 
-# One rule for all platforms: under a conditional over the platform no result could take the memory
-# of an operand.
+# One lowering rule for all platforms: a result of a conditional over the platform could not take
+# the memory of an operand.
 STEP = Primitive("xentile_adamw")
 STEP.multiple_results = True
 STEP.def_impl(partial(xla_interpreter.apply_primitive, STEP))

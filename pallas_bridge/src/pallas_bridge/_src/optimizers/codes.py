@@ -38,7 +38,7 @@ class Decade:
     parts: int
     # The midpoint between the last centre and the next decade's first.
     end: np.float32
-    # Entry y has the magnitude floor(y * factor + offset), which starts from the code of 0.
+    # Entry y has the magnitude floor(y * factor + offset), its code's distance from that of 0.
     factor: np.float32
     offset: np.float32
 
@@ -90,7 +90,7 @@ def decode(array: Quantized, *, signed: bool) -> jax.Array:
 
 
 def _nearest(y: jax.Array, *, signed: bool) -> jax.Array:
-    """Returns the code nearest to each entry of [-1, 1], 1's for NaN."""
+    """Returns the code nearest to each entry of [-1, 1]; NaN has the code of 1."""
     magnitude = jnp.where(jnp.isnan(y), 1, jnp.minimum(jnp.abs(y), 1))
     first, *others = decades(signed=signed)
     shape = y.shape

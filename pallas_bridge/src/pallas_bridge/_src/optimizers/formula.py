@@ -18,7 +18,7 @@ Rule = Literal["adam", "lion"]
 
 
 class Scalars(NamedTuple):
-    """What a step has once: float32 scalars, and two of uint32."""
+    """The scalars of a step: float32, and the last two uint32."""
 
     learning_rate: jax.Array
     b1: jax.Array
@@ -32,7 +32,7 @@ class Scalars(NamedTuple):
     mu_scale: jax.Array
     grad_scale: jax.Array
     nu_scale: jax.Array
-    # What gradients are multiplied by first.
+    # The factor of gradients.
     clip: jax.Array
     step: jax.Array
     seed: jax.Array
@@ -76,7 +76,7 @@ def apply(
 def added(
     param: jax.Array, change: jax.Array, number: int, step: jax.Array, seed: jax.Array | None
 ) -> jax.Array:
-    """Returns a parameter plus a change, in its dtype; with a seed bfloat16 is rounded by it."""
+    """Returns a parameter plus a change, in its dtype; a seed rounds bfloat16 stochastically."""
     wide = param.astype(jnp.float32) + change
     if seed is not None and param.dtype == jnp.bfloat16:
         return rounding.round_stochastically(wide, rounding.bits(param.shape, number, step, seed))
@@ -84,7 +84,7 @@ def added(
 
 
 def clipping(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
-    """Returns what scales gradients to a global norm of `max_norm` if theirs is larger."""
+    """Returns the factor that scales gradients to a norm of `max_norm` if theirs is larger."""
     most = jnp.asarray(max_norm, jnp.float32)
     is_within = (norm < most) | jnp.isinf(most)
     return jnp.where(is_within, jnp.float32(1), most / norm)

@@ -1,4 +1,4 @@
-"""What the optimizers are: an `optax.GradientTransformation` with `update_and_apply`."""
+"""The type of the optimizers: an `optax.GradientTransformation` with `update_and_apply`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +29,7 @@ def _class() -> Any:
     base: Any = import_optax().GradientTransformationExtraArgs
 
     class Optimizer(base):  # type: ignore[misc]
-        """A gradient transformation of optax that also makes the parameters."""
+        """A gradient transformation of optax that also applies its updates."""
 
         update_and_apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .codes import BLOCKS, Quantized, zeros
 
-# What a parameter and a gradient may be of.
+# Dtypes of parameters and gradients.
 DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 # Arrays with fewer entries keep float32 state.
 LEAST_ENTRIES = 4096
@@ -164,7 +164,7 @@ def check_moments(name: str, moments: Any, params: Any, *, quantizes: bool) -> l
 
 
 def check_count(count: Any) -> None:
-    """Checks that a step may follow; in a program that is traced the count stops at the last.
+    """Checks that the count is below int32's largest; a traced count stops there instead.
 
     Raises:
         OverflowError: the count is the largest of int32.
@@ -180,7 +180,7 @@ def _share(shape: tuple[int, ...], sharding: Any) -> int:
         return shape[-1]
     names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
     count = math.prod(sharding.mesh.shape[name] for name in names if isinstance(name, str))
-    # Not of whole blocks, where the axis is not shared evenly.
+    # 1 fits no block: the axis is not sharded evenly.
     return shape[-1] // count if shape[-1] % count == 0 else 1
 
 
