@@ -334,7 +334,7 @@ def test_weak_types_are_those_of_arrays() -> None:
 
 
 # What takes no float64 at all.
-NEVER_WIDE = ("linear_", "gated_", "flash_", "paged_", "fp8_", "rms_norm_fp8", "swiglu_fp8")
+NEVER_WIDE = ("linear_", "gated_delta", "flash_", "paged_", "fp8_", "rms_norm_fp8", "swiglu_fp8")
 
 
 @pytest.mark.parametrize("case", NAMED)
