@@ -206,7 +206,9 @@ pub enum Error {
         multiprocessors: u32,
     },
     /// A kernel whose CTA needs more shared memory than the GPU gives one.
-    #[error("a kernel needs {needed} bytes of shared memory, and this GPU gives a CTA {most} at most")]
+    #[error(
+        "a kernel needs {needed} bytes of shared memory, and this GPU gives a CTA {most} at most"
+    )]
     SharedMemory {
         /// Bytes of a CTA.
         needed: usize,
