@@ -59,15 +59,15 @@ namespace optimizers {
 inline constexpr int kDecades = 7;
 inline constexpr double kPowers[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
 
-// How a code is computed of y of [0, 1]. With n parts, the decade that ends at the power of ten P has
-// the codes from n on (signed; one less if unsigned), floor(s), for s = y n / (0.9 P) + 8 n / 9. The
-// lines of neighbours meet at P, where both have s = 2 n. Between P and the midpoint to the next
-// centre, P (1 + 0.9 / n), where s of the next decade is below 2 n + 0.2, the code is still 2 n - 1:
-// there s is lowered by a half. So the decade may be that of the next one a little below P too, and
-// is taken from an approximate logarithm.
+// Computes the code nearest to y of [0, 1]. The decade that ends at the power of ten P has n codes,
+// floor(s) with s = y n / (0.9 P) + 8 n / 9, from n on (signed; unsigned, all are one less). Lines
+// of neighbouring decades meet at P, where s = 2 n. Between P and the midpoint to the next centre,
+// P (1 + 0.9 / n), the code is still 2 n - 1, while s of the next decade is in [2 n, 2 n + 0.2): a
+// half is subtracted from it. That holds a little below P too, so that an approximate logarithm
+// finds the decade.
 //
-// What is looked up and multiplied is kScale y + kShift: it is 1 at the midpoint below 1, and of 0 it
-// has a logarithm in the first decade.
+// Lines and midpoints are of kScale y + kShift. This is 1 at the midpoint between the code of 1 and
+// the one below, where the last decade ends, and the logarithm of 0's is in the first decade.
 struct alignas(16) Line {
   float factor, offset, midpoint, unused;
 };
@@ -112,10 +112,9 @@ constexpr Table make_table() {
         ++magnitude;
       }
       // Half the smallest value, then the midpoints above the decades before.
-      const double midpoint = decade == 0 ? power * (0.1 + 0.45 / parts) / 2
-                                          : kPowers[decade > 0 ? decade - 1 : 0] * (1 + 1.8 / parts);
-      lines[decade] =
-          make_line(scale, parts / power / 0.9, parts * 8.0 / 9 - less, midpoint);
+      const double above = kPowers[decade == 0 ? 0 : decade - 1] * (1 + 1.8 / parts);
+      const double midpoint = decade == 0 ? power * (0.1 + 0.45 / parts) / 2 : above;
+      lines[decade] = make_line(scale, parts / power / 0.9, parts * 8.0 / 9 - less, midpoint);
     }
     table.values[zero + magnitude] = 1;
     lines[kDecades] = make_line(scale, 0, magnitude + 0.5, 0);
@@ -134,7 +133,10 @@ struct Lookup {
   __device__ explicit Lookup(const Table& table)
       : values(static_cast<uint32_t>(__cvta_generic_to_shared(table.values))),
         lines(static_cast<uint32_t>(__cvta_generic_to_shared(table.lines)) +
-              threadIdx.x % kCopies * static_cast<uint32_t>(sizeof(Line))) {}
+              threadIdx.x % kCopies * static_cast<uint32_t>(sizeof(Line))) {
+    // Loads, which are of these addresses, stay below the barrier above this.
+    asm volatile("" : "+r"(values), "+r"(lines) : : "memory");
+  }
 
   // The value of byte k of a word of codes.
   template <bool kSigned>
@@ -212,8 +214,8 @@ __device__ inline uint32_t rounded(float x, uint32_t random) {
 
 // Vectors are loaded and stored by intrinsics: the compiler splits plain accesses here into words.
 
-// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all of
-// the warp's are within the array: without branches all loads begin before the first is waited for.
+// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all
+// of the warp's are within the array: without branches all loads begin before the first is waited for.
 template <bool kWhole>
 struct Place {
   int64_t first, second, size;
