@@ -201,7 +201,6 @@ OPERATIONS = (
     "qk_norm_rope",
     "rms_norm",
     "scale",
-    "sum_squares",
 )
 # What stands for lists of dtypes.
 DTYPES = {

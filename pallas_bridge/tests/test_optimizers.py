@@ -159,6 +159,68 @@ def test_codes_are_the_nearest(rng: np.random.Generator, signed: bool, block: in
         np.testing.assert_array_equal(again.codes, got.codes)
 
 
+def step_of_float64(
+    params: np.ndarray, grads: np.ndarray, mu: np.ndarray, nu: np.ndarray, step: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Parameters and moments after a step of AdamW in float64, and the sizes of what they sum."""
+    b1, b2 = 0.9, 0.999
+    moments = [(1 - b1) * grads + b1 * mu, (1 - b2) * grads**2 + b2 * nu]
+    sizes = [(1 - b1) * np.abs(grads) + b1 * np.abs(mu), moments[1]]
+    factor = 1e-2 / (1 - b1**step) / (np.sqrt(moments[1] / (1 - b2**step)) + 1e-8)
+    new = params - factor * moments[0] - 1e-2 * 0.1 * params
+    return [new, *moments], [np.abs(params) + factor * sizes[0], *sizes]
+
+
+def wrong_codes(x: np.ndarray, size: np.ndarray, got: codes.Quantized, *, signed: bool) -> int:
+    """The codes that are neither nearest to a float64 array nor its neighbour near a midpoint.
+
+    `size` is that of the terms whose sum the array is: float32 is exact to a part of it.
+    """
+    y, _, scales = reference(x, got.block_size, signed)
+    np.testing.assert_allclose(got.scales, scales, rtol=1e-5, atol=0)
+    values = codes.table(signed=signed).astype(np.float64)
+    midpoints = (values[1:] + values[:-1]) / 2
+    right = np.searchsorted(midpoints, y)
+    # The midpoint between the nearest code and the one that was chosen.
+    chosen = np.asarray(got.codes).astype(int)
+    tie = midpoints[np.clip(np.minimum(right, chosen), 0, 254)]
+    lost = 2e-7 * size / np.repeat(scales, got.block_size, axis=-1)
+    is_tie = (np.abs(chosen - right) == 1) & (np.abs(y - tie) <= 1e-5 * np.abs(tie) + lost)
+    return int(np.sum((chosen != right) & ~is_tie))
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 256), (33, 128), (65, 64)])
+def test_a_step_in_eight_bits_is_that_of_float64(
+    rng: np.random.Generator, shape: tuple[int, int], grad_dtype: Any
+) -> None:
+    """One step from a random state; codes at ties would make further steps differ by more."""
+    params = {"w": jnp.asarray(rng.normal(size=shape), jnp.float32)}
+    magnitudes = 10 ** rng.uniform(-4, 0, shape)
+    grads = {"w": jnp.asarray(rng.normal(size=shape) * magnitudes, grad_dtype)}
+    optimizer: Any = ours.adamw8bit(1e-2, weight_decay=0.1)
+    state = optimizer.init(params)
+    block = state.mu["w"].block_size
+    mu, nu = (
+        codes.Quantized(
+            jnp.asarray(rng.integers(256, size=shape), jnp.uint8),
+            jnp.asarray(rng.uniform(0.5, 2, (shape[0], shape[1] // block)) * scale, jnp.float32),
+        )
+        for scale in (0.1, 0.01)
+    )
+    state = state._replace(count=jnp.int32(20), mu={"w": mu}, nu={"w": nu})
+    wide = [
+        np.asarray(codes.decode(one, signed=signed), np.float64)
+        for one, signed in ((mu, True), (nu, False))
+    ]
+    inputs = [np.asarray(one["w"].astype(jnp.float32), np.float64) for one in (params, grads)]
+    (right, *moments), (size, *sizes) = step_of_float64(*inputs, *wide, step=21)
+    new, state = jax.jit(optimizer.update_and_apply)(grads, state, params)
+    assert (np.abs(new["w"] - right) <= 1e-5 * size).all()
+    for index, got in enumerate((state.mu, state.nu)):
+        assert wrong_codes(moments[index], sizes[index], got["w"], signed=index == 0) == 0
+
+
 def test_table_has_256_values_in_order() -> None:
     for signed in (True, False):
         values = codes.table(signed=signed)
@@ -388,7 +450,7 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
     with pytest.raises(TypeError, match=r"mask is 1.0 at \['a'\]; it must be True or False"):
         ours.adamw(1e-2, mask=1.0).update(grads, wide.init(params), params)
     with pytest.raises(ValueError, match="implementation is 'pallas'; it must be one of"):
-        ours.adamw(1e-2, implementation="pallas")
+        ours.adamw8bit(1e-2, implementation="pallas")
     with pytest.raises(ValueError, match=r"params\['norm'\]\[0\] has shape \(7,\); an array of"):
         ours.muon(1e-2, matrices=True).init(params)
     with pytest.raises(ValueError, match=r"ns_coeffs is \(1.0, 2.0\)"):

@@ -1,4 +1,5 @@
-// Steps of AdamW over many arrays in one launch, in place.
+// Steps of AdamW with moments in 8 bits, over many arrays in one launch: parameters and state are
+// written in their place.
 //
 // A CTA has a tile of one array, found by a binary search of the table in the kernel's parameters.
 // A warp has 256 consecutive entries at a time, a lane 8 of these: 8 in a row of parameters of 16
@@ -43,20 +44,6 @@ struct OptimizerArguments {
   OptimizerArray array[256];
 };
 
-// Mirrored by `Summand` and `SumArguments` in src/optimizers.rs.
-struct SumSquaresArray {
-  const void* x;
-  int64_t size;
-  uint32_t first_tile;
-  uint32_t unused;
-};
-struct SumSquaresArguments {
-  float* partials;  // of each tile of these arrays
-  uint32_t arrays;
-  uint32_t unused;
-  SumSquaresArray array[256];
-};
-
 // The order of `scalars`, which are f32 but for the last three.
 struct OptimizerScalars {
   float learning_rate, b1, rest1, b2, rest2, eps, eps_root, weight_decay;
@@ -72,92 +59,136 @@ namespace optimizers {
 inline constexpr int kDecades = 7;
 inline constexpr double kPowers[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
 
-// The tables that codes are computed from. Entry y of [0, 1] has the magnitude floor(y * factor + offset) of its
-// line, at most limit; optimizers/codes.py derives the numbers. Lines are 0's, then those of the
-// decades, then 1's. An octave, between two powers of two, has the line of its lower end, and where
-// that ends: no octave has parts of three.
-struct Octave {
-  float end;
-  uint32_t line;
+// Computes the code nearest to y of [0, 1]. The decade that ends at the power of ten P has n codes,
+// floor(s) with s = y n / (0.9 P) + 8 n / 9, from n on (signed; unsigned, all are one less). Lines
+// of neighbouring decades meet at P, where s = 2 n. Between P and the midpoint to the next centre,
+// P (1 + 0.9 / n), the code is still 2 n - 1, while s of the next decade is in [2 n, 2 n + 0.2): a
+// half is subtracted from it. That holds a little below P too, so that an approximate logarithm
+// finds the decade.
+//
+// Lines and midpoints are of kScale y + kShift. This is 1 at the midpoint between the code of 1 and
+// the one below, where the last decade ends, and the logarithm of 0's is in the first decade.
+struct alignas(16) Line {
+  float factor, offset, midpoint, unused;
 };
-struct Line {
-  float factor, offset;
-};
-inline constexpr int kOctaves = 128, kLines = kDecades + 2;
+inline constexpr int kLines = kDecades + 1;
+inline constexpr double kShift = 1.02e-7;
+template <bool kSigned>
+inline constexpr double kScale = (1 - kShift) / (1 - 0.225 / (kSigned ? 64 : 128));
+// Each lane of 8 that are served at a time has a copy, so that no two of a bank are read.
+inline constexpr int kCopies = 8;
 
-struct Table {
+struct alignas(1024) Table {
   // The values of the signed code, then those of the unsigned one.
   float values[512];
-  Octave octaves[2][kOctaves];
-  Line lines[2][kLines];
+  // 256 bytes for each decade: the signed code's copies, then the unsigned one's.
+  Line lines[kLines][2][kCopies];
 };
+static_assert(sizeof(Line[2][kCopies]) == 256);
+
+constexpr Line make_line(double scale, double factor, double offset, double midpoint) {
+  return {static_cast<float>(factor / scale), static_cast<float>(offset - factor / scale * kShift),
+          static_cast<float>(midpoint * scale + kShift), 0.0f};
+}
 
 constexpr Table make_table() {
   Table table{};
   for (int i = 0; i < 2; ++i) {
     const bool is_signed = i == 0;
     const int zero = is_signed ? 127 : 256;
+    const int less = is_signed ? 0 : 1;
+    const double scale = is_signed ? kScale<true> : kScale<false>;
     table.values[zero] = 0;
-    float ends[kLines] = {};
     int magnitude = 1;
+    Line lines[kLines] = {};
     for (int decade = 0; decade < kDecades; ++decade) {
-      const int parts = 1 << (is_signed ? decade : decade + 1);
+      const int parts = 1 << (decade + less);
+      const double power = kPowers[decade];
       for (int k = 0; k < parts; ++k) {
         const double fraction = 0.1 + 0.9 * (k + 0.5) / parts;
-        const float value = static_cast<float>(kPowers[decade] * fraction);
+        const float value = static_cast<float>(power * fraction);
         table.values[zero + magnitude] = value;
         if (is_signed) table.values[zero - magnitude] = -value;
         ++magnitude;
       }
-      if (decade == 0) ends[0] = static_cast<float>(1e-6 * (0.1 + 0.45 / parts) / 2);
-      ends[decade + 1] = static_cast<float>(
-          decade + 1 < kDecades ? kPowers[decade] * (1 + 0.9 / parts) : 1 - 0.225 / parts);
-      table.lines[i][decade + 1] = {static_cast<float>(parts / kPowers[decade] / 0.9),
-                                    static_cast<float>(parts * 8.0 / 9 - (is_signed ? 0 : 1))};
+      // Half the smallest value, then the midpoints above the decades before.
+      const double above = kPowers[decade == 0 ? 0 : decade - 1] * (1 + 1.8 / parts);
+      const double midpoint = decade == 0 ? power * (0.1 + 0.45 / parts) / 2 : above;
+      lines[decade] = make_line(scale, parts / power / 0.9, parts * 8.0 / 9 - less, midpoint);
     }
     table.values[zero + magnitude] = 1;
-    // Any offset of [0, 1) whose limit is above it.
-    table.lines[i][0] = {0.0f, 0.45f};
-    table.lines[i][kLines - 1] = {0.0f, static_cast<float>(magnitude)};
-    ends[kLines - 1] = 2;
-    double low = 1;
-    for (int exponent = kOctaves - 1; exponent >= 0; --exponent, low /= 2) {
-      uint32_t line = 0;
-      while (low >= ends[line]) ++line;
-      table.octaves[i][exponent] = {ends[line], line};
-    }
-    // Subnormals and 0.
-    table.octaves[i][0] = {ends[0], 0};
+    lines[kDecades] = make_line(scale, 0, magnitude + 0.5, 0);
+    for (int line = 0; line < kLines; ++line)
+      for (int copy = 0; copy < kCopies; ++copy) table.lines[line][i][copy] = lines[line];
   }
   return table;
 }
 
 static __device__ const Table kTable = make_table();
 
-// The code nearest to y of [-1, 1], in the lowest byte; NaN has 1's.
-template <bool kSigned>
-__device__ inline uint32_t encoded(float y, const Table& table) {
-  constexpr int code = kSigned ? 0 : 1;
-  const float magnitude = fminf(fabsf(y), 1.0f);
-  const Octave octave = table.octaves[code][__float_as_uint(magnitude) >> 23];
-  const Line line = table.lines[code][octave.line + (magnitude >= octave.end ? 1 : 0)];
-  // Half above the last magnitude of the line.
-  const float limit = fmaf(line.offset, 2.25f, kSigned ? -0.5f : 0.75f);
-  const float steps = fminf(fmaf(magnitude, line.factor, line.offset), limit);
-  // With 2^23 added, rounded down, the lowest bits are those of the integer.
-  const uint32_t bits = __float_as_uint(__fadd_rd(steps, 8388608.0f));
-  if constexpr (kSigned) {
-    const int32_t integer = static_cast<int32_t>(bits & 255);
-    // -1 is not in the table.
-    return static_cast<uint32_t>(y < 0 ? max(127 - integer, 0) : 127 + integer);
-  } else {
-    return bits;
+// A table in shared memory, by the 32-bit addresses of a lane.
+struct Lookup {
+  uint32_t values, lines;
+
+  __device__ explicit Lookup(const Table& table)
+      : values(static_cast<uint32_t>(__cvta_generic_to_shared(table.values))),
+        lines(static_cast<uint32_t>(__cvta_generic_to_shared(table.lines)) +
+              threadIdx.x % kCopies * static_cast<uint32_t>(sizeof(Line))) {
+    // Loads, which are of these addresses, stay below the barrier above this.
+    asm volatile("" : "+r"(values), "+r"(lines) : : "memory");
   }
-}
+
+  // The value of byte k of a word of codes.
+  template <bool kSigned>
+  __device__ float value(uint32_t word, int k) const {
+    const uint32_t at = (k == 0 ? word << 2 : word >> (8 * k - 2)) & 1020;
+    float found;
+    asm("ld.shared.f32 %0, [%1 + %2];" : "=f"(found) : "r"(values | at), "n"(kSigned ? 0 : 1024));
+    return found;
+  }
+
+  // The magnitude of the code nearest to y, in the lowest byte; `inverse` has kScale in it.
+  template <bool kSigned>
+  __device__ uint32_t magnitude(float x, float inverse) const {
+    const float y = fmaf(fabsf(x), inverse, static_cast<float>(kShift));
+    float log2;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y));
+    // With 2^23 added, rounded down, the lowest bits are those of the integer. NaN leads to the 256
+    // bytes before the lines.
+    const float decade = __fmaf_rd(log2, 0.30103f, 8388615.0f);
+    const uint32_t at = lines + (__float_as_uint(decade) << 8);
+    Line line;
+    asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+        : "=f"(line.factor), "=f"(line.offset), "=f"(line.midpoint), "=f"(line.unused)
+        : "r"(at), "n"(kSigned ? 0 : 128));
+    float steps = fmaf(y, line.factor, line.offset);
+    if (y < line.midpoint) steps -= 0.5f;
+    return __float_as_uint(__fadd_rd(steps, 8388608.0f));
+  }
+};
 
 // The lowest bytes of four words, the first in the lowest.
 __device__ inline uint32_t joined(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Bytes of `low` and `high`, or, where a byte of the selector is above 7, that byte's sign.
+template <uint32_t kSelector>
+__device__ inline uint32_t permuted(uint32_t low, uint32_t high) {
+  uint32_t found;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "n"(kSelector));
+  return found;
+}
+
+// Signed codes of four magnitudes, a byte each: 127 + magnitude, or 127 - magnitude where `x` is
+// negative, at least 0 since -1 is not in the table.
+__device__ inline uint32_t with_signs(uint32_t magnitudes, const float* x) {
+  const uint32_t low = permuted<0x00fb>(__float_as_uint(x[0]), __float_as_uint(x[1]));
+  const uint32_t high = permuted<0x00fb>(__float_as_uint(x[2]), __float_as_uint(x[3]));
+  const uint32_t is_negative = permuted<0x5410>(low, high);
+  const uint32_t is_one = permuted<0xba98>(magnitudes, magnitudes);
+  const uint32_t below = (magnitudes ^ 0x7f7f7f7fu) & ~is_one;
+  return (is_negative & below) | (~is_negative & (magnitudes + 0x7f7f7f7fu));
 }
 
 // Philox4x32-10 of the counter (group, array, step, 0) and the key (seed, 0).
@@ -183,8 +214,8 @@ __device__ inline uint32_t rounded(float x, uint32_t random) {
 
 // Vectors are loaded and stored by intrinsics: the compiler splits plain accesses here into words.
 
-// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all of
-// the warp's are within the array: without branches all loads begin before the first is waited for.
+// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all
+// of the warp's are within the array: without branches all loads begin before the first is waited for.
 template <bool kWhole>
 struct Place {
   int64_t first, second, size;
@@ -261,6 +292,13 @@ __device__ inline void store_halves(void* array, const Place<kWhole>& place,
   }
 }
 
+// The larger, NaN if one is.
+__device__ inline float larger(float x, float y) {
+  float found;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y));
+  return found;
+}
+
 // A lane's codes, and the scales of both halves.
 struct Codes {
   uint32_t words[2];
@@ -273,7 +311,7 @@ struct Moment {
   uint8_t* codes;
   float* scales;
   uint32_t block_log2;
-  const Table& table;
+  const Lookup& lookup;
 
   template <bool kWhole>
   __device__ Codes fetch(const Place<kWhole>& place) const {
@@ -297,22 +335,32 @@ struct Moment {
     return of;
   }
 
-  __device__ void decode(const Codes& of, float (&x)[8]) const {
+  // The moment times `factor`.
+  __device__ void decode(const Codes& of, float factor, float (&x)[8]) const {
+    const float scales[2] = {of.scales[0] * factor, of.scales[1] * factor};
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t code = of.words[k / 4] >> (k % 4 * 8) & 255;
-      x[k] = table.values[(kSigned ? 0 : 256) + code] * of.scales[k / 4];
-    }
+    for (int k = 0; k < 8; ++k)
+      x[k] = lookup.value<kSigned>(of.words[k / 4], k % 4) * scales[k / 4];
+  }
+
+  // What entries of a block are multiplied by before they are looked up: kScale / scale.
+  __device__ static float inverse_of(float scale) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    return scale >= 1.17549435e-38f ? inverse * static_cast<float>(kScale<kSigned>) : 0.0f;
   }
 
   template <bool kWhole>
   __device__ void store(const Place<kWhole>& place, const float (&x)[8]) const {
     const uint32_t lane = threadIdx.x % 32;
     // Bits of |x| are in the order of |x|, and NaN's are the largest.
-    uint32_t most[2] = {0, 0};
+    uint32_t most[2];
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      most[k / 4] = max(most[k / 4], __float_as_uint(x[k]) & 0x7fffffffu);
+    for (int half = 0; half < 2; ++half) {
+      const float* of = x + 4 * half;
+      most[half] = __float_as_uint(
+          larger(larger(fabsf(of[0]), fabsf(of[1])), larger(fabsf(of[2]), fabsf(of[3]))));
+    }
     if (!place.has(place.first, 1)) most[0] = 0;
     if (!place.has(place.second, 1)) most[1] = 0;
     if constexpr (kInRow) {
@@ -331,12 +379,12 @@ struct Moment {
     uint32_t words[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float scale = __uint_as_float(most[half]);
-      const float inverse = scale >= 1.17549435e-38f ? __frcp_rn(scale) : 0.0f;
+      const float inverse = inverse_of(__uint_as_float(most[half]));
       uint32_t four[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) four[k] = encoded<kSigned>(x[4 * half + k] * inverse, table);
+      for (int k = 0; k < 4; ++k) four[k] = lookup.magnitude<kSigned>(x[4 * half + k], inverse);
       words[half] = joined(four[0], four[1], four[2], four[3]);
+      if constexpr (kSigned) words[half] = with_signs(words[half], x + 4 * half);
     }
     const int64_t last = (int64_t{1} << block_log2) - 1;
     if constexpr (kInRow) {
@@ -358,49 +406,46 @@ struct Moment {
   }
 };
 
+// Subnormal x counts as 0.
 __device__ inline float root(float x) {
   float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // A step of a lane's entries.
-template <class P, class G, bool kQuantized, bool kWhole>
+template <class P, class G, bool kWhole>
 __device__ inline void step(const OptimizerArray& array, const OptimizerScalars& s, uint32_t leaf,
-                            const Table& table, const Place<kWhole>& place) {
+                            const Lookup& lookup, const Place<kWhole>& place) {
   constexpr bool kInRow = sizeof(P) == 2;
   const float decay = leaf % 2 != 0 ? s.weight_decay : 0.0f;
   const Moment<kInRow, true> mu{static_cast<uint8_t*>(array.mu), array.mu_scales,
-                                array.block_log2, table};
+                                array.block_log2, lookup};
   const Moment<kInRow, false> nu{static_cast<uint8_t*>(array.nu), array.nu_scales,
-                                 array.block_log2, table};
+                                 array.block_log2, lookup};
   float g[8], p[8], m[8], v[8];
   load<kInRow, G>(array.grads, place, g);
   load<kInRow, P>(array.params, place, p);
-  if constexpr (kQuantized) {
-    const Codes of_mu = mu.fetch(place), of_nu = nu.fetch(place);
-    mu.decode(of_mu, m);
-    nu.decode(of_nu, v);
-  } else {
-    load<kInRow, float>(array.mu, place, m);
-    load<kInRow, float>(array.nu, place, v);
-  }
+  const Codes of_mu = mu.fetch(place), of_nu = nu.fetch(place);
+  mu.decode(of_mu, s.b1, m);
+  nu.decode(of_nu, s.b2, v);
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     g[k] *= s.clip;
-    m[k] = s.rest1 * g[k] + s.b1 * m[k];
-    v[k] = s.rest2 * (g[k] * g[k]) + s.b2 * v[k];
+    m[k] = s.rest1 * g[k] + m[k];
+    v[k] = s.rest2 * (g[k] * g[k]) + v[k];
     const float below = root(v[k] * s.nu_scale + s.eps_root) + s.eps;
-    const float step = __fdividef(s.mu_scale * m[k] + s.grad_scale * g[k], below);
+    const float step = (s.mu_scale * m[k] + s.grad_scale * g[k]) * reciprocal(below);
     p[k] -= s.learning_rate * (step + decay * p[k]);
   }
-  if constexpr (kQuantized) {
-    mu.store(place, m);
-    nu.store(place, v);
-  } else {
-    store_floats(array.mu, place, m);
-    store_floats(array.nu, place, v);
-  }
+  mu.store(place, m);
+  nu.store(place, v);
   if constexpr (std::is_same_v<P, float>) {
     store_floats(array.params, place, p);
   } else {
@@ -420,8 +465,7 @@ __device__ inline void step(const OptimizerArray& array, const OptimizerScalars&
 }
 
 // The last array whose first tile is not after this CTA's.
-template <class Arguments>
-__device__ inline uint32_t array_of_tile(const Arguments& a) {
+__device__ inline uint32_t array_of_tile(const OptimizerArguments& a) {
   uint32_t low = 0, high = a.arrays;
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
@@ -434,51 +478,16 @@ __device__ inline uint32_t array_of_tile(const Arguments& a) {
   return low;
 }
 
-// The sum of squares of each tile.
-template <class E>
-__device__ inline void sum_squares(const SumSquaresArguments& a) {
-  constexpr int per = kPerVector<E>;
-  const SumSquaresArray& array = a.array[array_of_tile(a)];
-  const E* x = static_cast<const E*>(array.x);
-  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
-  float sum = 0;
-  if (tile + kOptimizerTile <= array.size) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(kOptimizerTile / kOptimizerThreads) / per; ++i) {
-      const int64_t at = tile + (i * kOptimizerThreads + threadIdx.x) * per;
-      float values[per];
-      unpack<E>(__ldcs(reinterpret_cast<const uint4*>(x + at)), values);
-#pragma unroll
-      for (int k = 0; k < per; ++k) sum += values[k] * values[k];
-    }
-  } else {
-    for (int64_t i = tile + threadIdx.x; i < array.size; i += kOptimizerThreads) {
-      const float value = to_float(x[i]);
-      sum += value * value;
-    }
-  }
-  __shared__ float of_warps[kOptimizerThreads / 32];
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float total = 0;
-    for (float one : of_warps) total += one;
-    a.partials[blockIdx.x] = total;
-  }
-}
-
-template <class P, class G, bool kQuantized>
+template <class P, class G>
 __device__ inline void adamw(const OptimizerArguments& a) {
   constexpr bool kInRow = sizeof(P) == 2;
   __shared__ Table table;
-  if constexpr (kQuantized) {
-    constexpr uint32_t words = sizeof(Table) / sizeof(uint32_t);
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(&kTable);
-    uint32_t* to = reinterpret_cast<uint32_t*>(&table);
-    for (uint32_t i = threadIdx.x; i < words; i += kOptimizerThreads) to[i] = from[i];
-    __syncthreads();
-  }
+  constexpr uint32_t words = sizeof(Table) / sizeof(uint4);
+  const uint4* from = reinterpret_cast<const uint4*>(&kTable);
+  uint4* to = reinterpret_cast<uint4*>(&table);
+  for (uint32_t i = threadIdx.x; i < words; i += kOptimizerThreads) to[i] = from[i];
+  __syncthreads();
+  const Lookup lookup(table);
   const uint32_t index = array_of_tile(a);
   const OptimizerArray& array = a.array[index];
   const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
@@ -490,9 +499,9 @@ __device__ inline void adamw(const OptimizerArguments& a) {
     const int64_t first = begin + (kInRow ? 8 : 4) * lane;
     const int64_t second = first + (kInRow ? 4 : 128);
     if (begin + 256 <= size) {
-      step<P, G, kQuantized>(array, s, leaf, table, Place<true>{first, second, size});
+      step<P, G>(array, s, leaf, lookup, Place<true>{first, second, size});
     } else {
-      step<P, G, kQuantized>(array, s, leaf, table, Place<false>{first, second, size});
+      step<P, G>(array, s, leaf, lookup, Place<false>{first, second, size});
     }
   }
 }

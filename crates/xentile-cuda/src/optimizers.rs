@@ -1,4 +1,4 @@
-//! Launches a step of AdamW over many arrays in place, and sums of squares for the norm of gradients.
+//! A step of AdamW with moments in 8 bits over many arrays, which are written in their place.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -34,33 +34,13 @@ mirror! {
     }
 }
 
-mirror! {
-    /// See kernels/optimizers.cuh.
-    struct Summand = SumSquaresArray {
-        x: *const c_void,
-        size: i64,
-        first_tile: u32,
-        unused: u32,
-    }
-}
-
-mirror! {
-    /// See kernels/optimizers.cuh.
-    struct SumArguments = SumSquaresArguments {
-        partials: *mut f32,
-        arrays: u32,
-        unused: u32,
-        array: [Summand; 256],
-    }
-}
-
 numbers! {
     ARRAYS: u32 = kOptimizerArrays, 256;
     THREADS: u32 = kOptimizerThreads, 256;
     TILE: u32 = kOptimizerTile, 8192;
 }
 
-/// The number of words of the scalars of [`AdamW::run`].
+/// The words of [`AdamW8bit::run`]'s scalars.
 pub const SCALARS: usize = 16;
 
 /// The extents that blocks of 8-bit state may have.
@@ -80,29 +60,19 @@ impl Array {
     };
 }
 
-/// Where a parameter's moments are, on the device.
+/// Where a parameter's moments are, on the device: codes, and a scale in f32 for each `block` of them.
 #[derive(Clone, Copy, Debug)]
-pub enum State {
-    /// Both moments in f32.
-    Float32 {
-        /// The first.
-        mu: *mut c_void,
-        /// The second.
-        nu: *mut c_void,
-    },
-    /// Codes of both moments, and a scale in f32 for each `block` of them.
-    Quantized {
-        /// Codes of the first moment.
-        mu: *mut c_void,
-        /// Its scales.
-        mu_scales: *mut f32,
-        /// Codes of the second moment.
-        nu: *mut c_void,
-        /// Its scales.
-        nu_scales: *mut f32,
-        /// One of [`BLOCKS`], which divides the number of entries.
-        block: usize,
-    },
+pub struct State {
+    /// Codes of the first moment.
+    pub mu: *mut c_void,
+    /// Its scales.
+    pub mu_scales: *mut f32,
+    /// Codes of the second moment.
+    pub nu: *mut c_void,
+    /// Its scales.
+    pub nu_scales: *mut f32,
+    /// One of [`BLOCKS`], which divides the number of entries.
+    pub block: usize,
 }
 
 /// A parameter with its gradient and state, on the device.
@@ -118,18 +88,16 @@ pub struct Parameter {
     pub state: State,
 }
 
-/// A step of AdamW for parameters of one dtype, on a GPU.
+/// A step of AdamW with moments in 8 bits, for parameters of one dtype, on a GPU.
 #[derive(Clone, Copy, Debug)]
-pub struct AdamW {
+pub struct AdamW8bit {
     /// The dtype of parameters: f32 or bf16.
     pub params: DType,
     /// The dtype of gradients: f32 or bf16.
     pub grads: DType,
-    /// Whether moments are in 8 bits.
-    pub is_quantized: bool,
 }
 
-impl AdamW {
+impl AdamW8bit {
     /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
     ///
     /// # Errors
@@ -180,90 +148,7 @@ impl AdamW {
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
-        let state = if self.is_quantized { "8bit" } else { "f32" };
-        let name = format!("adamw_{state}_{}_{}", self.params, self.grads);
-        // SAFETY: passed on from this function's contract.
-        unsafe { library::kept_kernel(&name, Device::current()?, stream) }
-    }
-}
-
-/// The sums of squares of arrays of one dtype, a tile at a time, on a GPU.
-#[derive(Clone, Copy, Debug)]
-pub struct SumSquares {
-    /// f32 or bf16.
-    pub dtype: DType,
-}
-
-impl SumSquares {
-    /// The sums that an array of `size` entries has.
-    #[must_use]
-    pub const fn partials(size: usize) -> usize {
-        size.div_ceil(TILE as usize)
-    }
-
-    /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
-    ///
-    /// # Errors
-    /// No driver or GPU that will do, or no kernel for the dtype.
-    ///
-    /// # Safety
-    /// `stream` is a `CUstream` of the calling thread's current context.
-    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
-        // SAFETY: passed on from this function's contract.
-        unsafe { self.kernel(stream) }.map(drop)
-    }
-
-    /// Has `stream` write the sums of arrays, each with its size, one array after the other.
-    ///
-    /// # Errors
-    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
-    ///
-    /// # Safety
-    /// As for [`AdamW::run`], with [`partials`](Self::partials) sums for each array.
-    pub unsafe fn run(
-        &self,
-        stream: *mut c_void,
-        arrays: &[(*const c_void, usize)],
-        partials: *mut f32,
-    ) -> Result<()> {
-        // SAFETY: passed on from this function's contract.
-        let kernel = unsafe { self.kernel(stream) }?;
-        let mut written = 0;
-        for some in arrays.chunks(ARRAYS as usize) {
-            let none = Summand { x: std::ptr::null(), size: 0, first_tile: 0, unused: 0 };
-            let mut table = Box::new(SumArguments {
-                partials: partials.wrapping_add(written),
-                arrays: some.len() as u32,
-                unused: 0,
-                array: [none; 256],
-            });
-            let mut tiles = 0;
-            for (row, &(x, size)) in table.array.iter_mut().zip(some) {
-                check_alignment("x", x)?;
-                let first_tile = u32::try_from(tiles).unwrap_or(u32::MAX);
-                *row = Summand { x, size: size as i64, first_tile, unused: 0 };
-                tiles += Self::partials(size);
-            }
-            written += tiles;
-            let ctas = u32::try_from(tiles).ok().filter(|&ctas| ctas <= i32::MAX.cast_unsigned());
-            let ctas = ctas.ok_or_else(|| {
-                let largest = some.iter().map(|one| one.1).max();
-                too_many(some.len(), largest.unwrap_or(0))
-            })?;
-            if ctas == 0 {
-                continue;
-            }
-            let extent = Extent { ctas, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
-            // SAFETY: passed on from this function's contract.
-            unsafe { Driver::get()?.launch(kernel, extent, stream, &*table) }?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn kernel(&self, stream: RawStream) -> Result<Kernel> {
-        let name = format!("sum_squares_{}", self.dtype);
+        let name = format!("adamw_8bit_{}_{}", self.params, self.grads);
         // SAFETY: passed on from this function's contract.
         unsafe { library::kept_kernel(&name, Device::current()?, stream) }
     }
@@ -295,19 +180,14 @@ fn arguments(
 
 /// A row of the table.
 fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
-    let (mu, nu, mu_scales, nu_scales, block) = match of.state {
-        State::Float32 { mu, nu } => (mu, nu, null_mut(), null_mut(), 1),
-        State::Quantized { mu, mu_scales, nu, nu_scales, block } => {
-            if !BLOCKS.contains(&block) || !of.size.is_multiple_of(block) {
-                return Err(Error::Problem(xentile::Error::Shape {
-                    tokens: of.size.checked_div(block).unwrap_or(0),
-                    vocab: block,
-                    requirement: "blocks of 8-bit state must have 256, 128 or 64 entries, all of them full",
-                }));
-            }
-            (mu, nu, mu_scales, nu_scales, block)
-        }
-    };
+    let State { mu, mu_scales, nu, nu_scales, block } = of.state;
+    if !BLOCKS.contains(&block) || !of.size.is_multiple_of(block) {
+        return Err(Error::Problem(xentile::Error::Shape {
+            tokens: of.size.checked_div(block).unwrap_or(0),
+            vocab: block,
+            requirement: "blocks of 8-bit state must have 256, 128 or 64 entries, all of them full",
+        }));
+    }
     for (name, address) in [
         ("grads", of.grads),
         ("params", of.params.cast_const()),
@@ -347,13 +227,8 @@ mod tests {
 
     fn quantized(size: usize, block: usize) -> Parameter {
         let scales = at(0x9000).cast();
-        let state = State::Quantized {
-            mu: at(0x3000),
-            mu_scales: scales,
-            nu: at(0x4000),
-            nu_scales: scales,
-            block,
-        };
+        let state =
+            State { mu: at(0x3000), mu_scales: scales, nu: at(0x4000), nu_scales: scales, block };
         Parameter { size, grads: at(0x1000), params: at(0x2000), state }
     }
 

@@ -16,7 +16,7 @@ const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
 const SCALES: &str = "*batch B";
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, SUM_SQUARES];
+pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW_8BIT];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "N", S32);
@@ -27,30 +27,11 @@ const fn in_place(operand: &'static str, result: &'static str) -> Alias {
     Alias { operand, result, always: true }
 }
 
-pub(crate) const ADAMW: Declaration = Declaration {
-    name: c"xentile_adamw",
-    summary: "A step of AdamW, in place. The arrays after `leaves`, and the results, are repeated for \
-              each of N parameters.",
-    host: Stages::None,
-    operands: &[SCALARS, LEAVES, GRADS, PARAMS, input("mu", ARRAY, F32), input("nu", ARRAY, F32)],
-    results: &[
-        output("new_params", ARRAY, LIKE_PARAMS),
-        output("new_mu", ARRAY, F32),
-        output("new_nu", ARRAY, F32),
-    ],
-    maps_shared: false,
-    aliases: &[
-        in_place("params", "new_params"),
-        in_place("mu", "new_mu"),
-        in_place("nu", "new_nu"),
-    ],
-    ..Declaration::BASE
-};
-
 pub(crate) const ADAMW_8BIT: Declaration = Declaration {
     name: c"xentile_adamw_8bit",
     summary: "A step of AdamW with moments in 8 bits and a scale for each block of 256, 128 or 64, in \
               place. The arrays after `leaves`, and the results, are repeated for each of N parameters.",
+    host: Stages::None,
     operands: &[
         SCALARS,
         LEAVES,
@@ -68,6 +49,7 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         output("new_nu", ARRAY, CODES),
         output("new_nu_scales", SCALES, F32),
     ],
+    maps_shared: false,
     aliases: &[
         in_place("params", "new_params"),
         in_place("mu", "new_mu"),
@@ -75,15 +57,5 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         in_place("nu", "new_nu"),
         in_place("nu_scales", "new_nu_scales"),
     ],
-    ..ADAMW
-};
-
-pub(crate) const SUM_SQUARES: Declaration = Declaration {
-    name: c"xentile_sum_squares",
-    summary: "The sums of squares of each 8192 entries of x; x is repeated for each of many arrays.",
-    host: Stages::None,
-    operands: &[input("x", ARRAY, F32_OR_BF16)],
-    results: &[output("partials", "B", F32)],
-    maps_shared: false,
     ..Declaration::BASE
 };

@@ -1,9 +1,9 @@
 //! Steps of optimizers on NVIDIA GPUs.
 
-use xentile_cuda::optimizers::{AdamW, BLOCKS, Parameter as Step, SCALARS, State, SumSquares};
+use xentile_cuda::optimizers::{AdamW8bit, BLOCKS, Parameter as Step, SCALARS, State};
 use xla_ffi::{Buffer, Context, DType, Decoder, Error, OnDevice, Parameter, Result};
 
-use crate::cuda::{Any, AnyMut, FloatsMut};
+use crate::cuda::{Any, AnyMut};
 use crate::dtype;
 use crate::norm::cuda::run;
 use crate::target::target_list;
@@ -13,92 +13,39 @@ type Words<'a> = OnDevice<Buffer<'a, i32>>;
 target_list! {
     CUDA;
 
-    super::ADAMW: fn xentile_adamw_cuda,
-        initialize xentile_adamw_cuda_initialize = adamw(
-        scalars, leaves, arrays, context,
-    );
     super::ADAMW_8BIT: fn xentile_adamw_8bit_cuda,
         initialize xentile_adamw_8bit_cuda_initialize = adamw_8bit(
         scalars, leaves, arrays, context,
     );
-    super::SUM_SQUARES: fn xentile_sum_squares_cuda,
-        initialize xentile_sum_squares_cuda_initialize = sum_squares(
-        x, partials, context,
-    );
 }
 
-/// All arguments of a call, one at least.
-struct Arguments<'a>(Vec<Any<'a>>);
-
-impl<'a> Parameter<'a> for Arguments<'a> {
-    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
-        let mut found = vec![decoder.parameter(name)?];
-        while let Some(one) = decoder.parameter(name)? {
-            found.push(one);
-        }
-        Ok(Self(found))
-    }
-}
-
-fn sum_squares(x: Arguments, partials: FloatsMut, context: Context) -> Result {
-    let dtype = x.0[0].dtype();
-    let kernel = SumSquares { dtype: to_dtype("x", x.0[0])? };
-    let mut arrays = Vec::with_capacity(x.0.len());
-    for one in x.0 {
-        check("x", one, dtype, one.dims())?;
-        arrays.push((one.as_ptr().cast_const(), one.elements()));
-    }
-    let sums = arrays.iter().map(|one| SumSquares::partials(one.1)).sum::<usize>();
-    if partials.dims() != [sums] {
-        return Err(Error::invalid_argument(format!(
-            "`partials` has shape {:?}; it must be [{sums}]",
-            partials.dims()
-        )));
-    }
-    run(
-        context,
-        // SAFETY: XLA's stream.
-        |stream| unsafe { kernel.load(stream) },
-        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
-        |stream| unsafe { kernel.run(stream, &arrays, partials.as_ptr().cast()) },
-    )
-}
-
-/// The arrays of every parameter, `OPERANDS` arguments and `OPERANDS - 1` results of each, all in place.
-struct Arrays<'a, const OPERANDS: usize> {
-    operands: Vec<[Any<'a>; OPERANDS]>,
+/// The arrays of every parameter, all in place but its gradient.
+struct Arrays<'a> {
+    operands: Vec<[Any<'a>; OPERANDS.len()]>,
     results: Vec<AnyMut<'a>>,
 }
 
-/// The names of a parameter's operands, and of its results.
-const fn names(operands: usize) -> (&'static [&'static str], &'static [&'static str]) {
-    if operands == 4 {
-        (&["grads", "params", "mu", "nu"], &["new_params", "new_mu", "new_nu"])
-    } else {
-        (
-            &["grads", "params", "mu", "mu_scales", "nu", "nu_scales"],
-            &["new_params", "new_mu", "new_mu_scales", "new_nu", "new_nu_scales"],
-        )
-    }
-}
+/// A parameter's operands, and its results, which are in the place of all operands but the first.
+const OPERANDS: [&str; 6] = ["grads", "params", "mu", "mu_scales", "nu", "nu_scales"];
+const RESULTS: [&str; OPERANDS.len() - 1] =
+    ["new_params", "new_mu", "new_mu_scales", "new_nu", "new_nu_scales"];
 
-impl<'a, const OPERANDS: usize> Parameter<'a> for Arrays<'a, OPERANDS> {
+impl<'a> Parameter<'a> for Arrays<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let (names, result_names) = names(OPERANDS);
         let mut operands = Vec::new();
         // A call has one parameter at least.
-        let mut next = Some(decoder.parameter::<Any>(names[0])?);
+        let mut next = Some(decoder.parameter::<Any>(OPERANDS[0])?);
         while let Some(grads) = next {
-            let mut arrays = [grads; OPERANDS];
-            for (array, name) in arrays.iter_mut().zip(names).skip(1) {
+            let mut arrays = [grads; OPERANDS.len()];
+            for (array, name) in arrays.iter_mut().zip(OPERANDS).skip(1) {
                 *array = decoder.parameter(name)?;
             }
             operands.push(arrays);
-            next = decoder.parameter(names[0])?;
+            next = decoder.parameter(OPERANDS[0])?;
         }
         let mut results = Vec::new();
         for _ in &operands {
-            for name in result_names {
+            for name in RESULTS {
                 results.push(decoder.parameter(name)?);
             }
         }
@@ -106,34 +53,22 @@ impl<'a, const OPERANDS: usize> Parameter<'a> for Arrays<'a, OPERANDS> {
     }
 }
 
-fn adamw(scalars: Words, leaves: Words, arrays: Arrays<4>, context: Context) -> Result {
-    let state = |[_, params, mu, nu]: &[Any; 4]| {
-        for (name, array) in [("mu", mu), ("nu", nu)] {
-            check(name, *array, DType::F32, params.dims())?;
-        }
-        Ok(State::Float32 { mu: mu.as_ptr(), nu: nu.as_ptr() })
-    };
-    step(scalars, leaves, &arrays, state, context)
-}
-
-fn adamw_8bit(scalars: Words, leaves: Words, arrays: Arrays<6>, context: Context) -> Result {
-    let state = |[_, params, mu, mu_scales, nu, nu_scales]: &[Any; 6]| {
-        let block = block_size(params.dims(), mu_scales.dims())?;
-        for (name, array) in [("mu", mu), ("nu", nu)] {
-            check(name, *array, DType::U8, params.dims())?;
-        }
-        for (name, array) in [("mu_scales", mu_scales), ("nu_scales", nu_scales)] {
-            check(name, *array, DType::F32, mu_scales.dims())?;
-        }
-        Ok(State::Quantized {
-            mu: mu.as_ptr(),
-            mu_scales: mu_scales.as_ptr().cast(),
-            nu: nu.as_ptr(),
-            nu_scales: nu_scales.as_ptr().cast(),
-            block,
-        })
-    };
-    step(scalars, leaves, &arrays, state, context)
+/// The state of a parameter, from its operands.
+fn state([_, params, mu, mu_scales, nu, nu_scales]: &[Any; OPERANDS.len()]) -> Result<State> {
+    let block = block_size(params.dims(), mu_scales.dims())?;
+    for (name, array) in [("mu", mu), ("nu", nu)] {
+        check(name, *array, DType::U8, params.dims())?;
+    }
+    for (name, array) in [("mu_scales", mu_scales), ("nu_scales", nu_scales)] {
+        check(name, *array, DType::F32, mu_scales.dims())?;
+    }
+    Ok(State {
+        mu: mu.as_ptr(),
+        mu_scales: mu_scales.as_ptr().cast(),
+        nu: nu.as_ptr(),
+        nu_scales: nu_scales.as_ptr().cast(),
+        block,
+    })
 }
 
 /// The extent of blocks of an array `[.., D]` with scales `[.., D / block]`.
@@ -175,13 +110,7 @@ fn to_dtype(name: &str, array: Any) -> Result<xentile::DType> {
     }
 }
 
-fn step<const OPERANDS: usize>(
-    scalars: Words,
-    leaves: Words,
-    arrays: &Arrays<OPERANDS>,
-    state: impl Fn(&[Any; OPERANDS]) -> Result<State>,
-    context: Context,
-) -> Result {
+fn adamw_8bit(scalars: Words, leaves: Words, arrays: Arrays, context: Context) -> Result {
     let count = arrays.operands.len();
     for (name, words, right) in [("scalars", scalars, SCALARS), ("leaves", leaves, count)] {
         if words.dims() != [right] {
@@ -193,20 +122,16 @@ fn step<const OPERANDS: usize>(
     }
     // `decode` found one.
     let first = arrays.operands[0];
-    let kernel = AdamW {
-        params: to_dtype("params", first[1])?,
-        grads: to_dtype("grads", first[0])?,
-        is_quantized: OPERANDS == 6,
-    };
+    let kernel =
+        AdamW8bit { params: to_dtype("params", first[1])?, grads: to_dtype("grads", first[0])? };
     let mut parameters = Vec::with_capacity(count);
     let mut results = arrays.results.iter();
     for operands in &arrays.operands {
         let [grads, params] = [operands[0], operands[1]];
         check("params", params, first[1].dtype(), params.dims())?;
         check("grads", grads, first[0].dtype(), params.dims())?;
-        let (names, result_names) = names(OPERANDS);
-        let pairs = names.iter().zip(operands).skip(1);
-        for ((pair, result_name), result) in pairs.zip(result_names).zip(&mut results) {
+        let pairs = OPERANDS.iter().zip(operands).skip(1);
+        for ((pair, result_name), result) in pairs.zip(RESULTS).zip(&mut results) {
             check_in_place((pair.0, *pair.1), (result_name, result))?;
         }
         let (size, state) = (params.elements(), state(operands)?);

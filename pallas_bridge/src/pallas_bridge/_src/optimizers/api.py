@@ -80,8 +80,9 @@ class Options:
     def update_and_apply(self, grads: Any, state: State, params: Any) -> tuple[Any, State]:
         """Returns the parameters and the state after a step.
 
-        Each gradient, parameter and moment is read once, and each result written once: on NVIDIA
-        GPUs by a kernel for all arrays, which takes the memory of donated parameters and state.
+        Each gradient, parameter and moment is read once, and each result written once: where state
+        is in 8 bits, on NVIDIA GPUs by a kernel for all arrays, which takes the memory of donated
+        parameters and state.
         """
         step = self._prepare(grads, state, params)
         found = call.run(
@@ -116,7 +117,7 @@ class Options:
             for number, (path, is_decayed) in enumerate(zip(paths, decays, strict=True))
         ]
         count = jnp.minimum(state.count, trees.LAST_STEP - 2) + 1
-        norm, clip = call.norm_and_clip(gradients, self.max_norm, self.implementation)
+        norm, clip = call.norm_and_clip(gradients, self.max_norm)
         return _Step(
             jax.tree.structure(params),
             self._scalars(state.count, count, clip),
@@ -213,19 +214,16 @@ def adamw(
     nesterov: bool = False,
     max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
-    implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
-    """AdamW with float32 state, as `optax.adamw`, in one pass over all arrays.
+    """AdamW with float32 state, as `optax.adamw`, with clipping and stochastic rounding.
 
     With t = 1, 2, .. and gradients g: mu = b1 mu + (1 - b1) g; nu = b2 nu + (1 - b2) g^2;
     p = p - learning_rate (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t) + eps_root) + eps)
     + weight_decay p), all in float32 (Loshchilov and Hutter, 2019).
 
     `update` and `init` are optax's, so that chains, masks, schedules and `inject_hyperparams` work.
-    `update_and_apply(grads, state, params)` returns the pair of new parameters and new state: where
-    there is a GPU with the library's kernels, by one kernel for all arrays, in their place. For
-    that `jax.jit` must donate both, and the function take them in the order that it returns them
-    in: JAX gives the memory of the first argument of a shape to the first result of it.
+    `update_and_apply(grads, state, params)` returns the pair of new parameters and new state, of
+    which XLA makes one pass over each array.
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.
@@ -240,8 +238,6 @@ def adamw(
         their norm before. `math.inf` computes the norm alone; None neither.
       rounding_seed: rounds bfloat16 parameters stochastically, by a generator of seed, step, array
         and index; None rounds to nearest.
-      implementation: "custom_call", "reference" (XLA's program), or None: the kernel on machines
-        with one NVIDIA GPU. "custom_call" needs parameters on one device.
 
     Returns:
       An `optax.GradientTransformation` whose state has `count`, `mu`, `nu` and `norm`. Parameters
@@ -267,7 +263,6 @@ def adamw(
         nesterov=nesterov,
         max_norm=max_norm,
         rounding_seed=rounding_seed,
-        implementation=implementation,
     )
 
 
@@ -295,6 +290,11 @@ def adamw8bit(
     128 and 64 that divides each device's share of it, else the state stays float32, with a warning.
     So does the state of arrays below 4096 entries.
 
+    Where there is a GPU with the library's kernels, `update_and_apply` is one kernel for all arrays
+    with 8-bit state, in their place. For that `jax.jit` must donate parameters and state, and the
+    function take them in the order that it returns them in: JAX gives the memory of the first
+    argument of a shape to the first result of it.
+
     Args:
       learning_rate: as for `adamw`.
       b1: as for `adamw`.
@@ -309,7 +309,8 @@ def adamw8bit(
         parameters do not show them.
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
-      implementation: as for `adamw`.
+      implementation: "custom_call", "reference" (XLA's program), or None: the kernel on machines
+        with one NVIDIA GPU. "custom_call" needs parameters on one device.
 
     Returns:
       As for `adamw`; leaves of `mu` and `nu` in 8 bits are pairs of `codes`, uint8 of the
@@ -369,7 +370,7 @@ def adam8bit(
       shardings: as for `adamw8bit`.
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
-      implementation: as for `adamw`.
+      implementation: as for `adamw8bit`.
 
     Returns:
       As for `adamw8bit`.
@@ -411,9 +412,8 @@ def lion8bit(
     shardings: Any = None,
     max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
-    implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
-    """Lion, as `optax.lion`, whose moment has 8 bits an entry; XLA's program on all platforms.
+    """Lion, as `optax.lion`, whose moment has 8 bits an entry.
 
     p = p - learning_rate (sign(b1 mu + (1 - b1) g) + weight_decay p); mu = b2 mu + (1 - b2) g
     (Chen et al., 2023).
@@ -428,7 +428,6 @@ def lion8bit(
       shardings: as for `adamw8bit`.
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
-      implementation: "reference" or None.
 
     Returns:
       As for `adamw8bit`; `nu` is None.
@@ -452,5 +451,4 @@ def lion8bit(
         shardings=shardings,
         max_norm=max_norm,
         rounding_seed=rounding_seed,
-        implementation=implementation,
     )

@@ -1,7 +1,7 @@
-"""Steps that make parameters: the library's kernel for NVIDIA GPUs, or XLA's program.
+"""Steps that make parameters: XLA's program, or the library's kernel for 8 bits on NVIDIA GPUs.
 
-Arrays of one kind (dtypes of parameter and gradient, state in float32 or 8 bits) are one call,
-whose operands are scalars, a word for each parameter, and then each parameter's arrays. The call
+Arrays with state in 8 bits, and parameters and gradients of one dtype each, are one call, whose
+operands are scalars, a word for each parameter, and then each parameter's arrays. The call
 writes parameters and state in the place of these; crates/xentile-xla/src/optimizers.rs declares it.
 """
 
@@ -28,14 +28,11 @@ Array = jax.Array
 Arrays = tuple[Array, Array, list[Any], Leaf]
 Result = tuple[Array, list[Any]]
 
-TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
-# Dtypes of parameters and gradients that kernels take.
+TARGET = "xentile_adamw_8bit"
+# Of parameters and of gradients.
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
 # The number of words of scalars.
 WORDS = 16
-SUM_TARGET = "xentile_sum_squares"
-# Entries of each partial sum of squares.
-TILE = 8192
 
 
 def check_implementation(name: str, implementation: Implementation | None) -> None:
@@ -44,7 +41,7 @@ def check_implementation(name: str, implementation: Implementation | None) -> No
     Raises:
         ValueError: there is no implementation of that name.
     """
-    named = ("reference",) if name == "lion8bit" else ("custom_call", "reference")
+    named = ("custom_call", "reference")
     if implementation is not None and implementation not in named:
         raise ValueError(
             f"{name}: implementation is {implementation!r}; it must be one of "
@@ -62,9 +59,9 @@ def run(
     """Returns each parameter and its moments after a step."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, (grad, param, moments, _) in enumerate(arrays):
-        has_kernel = rule == "adam" and param.size > 0
+        has_kernel = rule == "adam" and is_quantized(moments[0]) and param.size > 0
         has_kernel &= {param.dtype, grad.dtype} <= {*KERNEL_DTYPES}
-        kind = (param.dtype, grad.dtype, is_quantized(moments[0])) if has_kernel else None
+        kind = (param.dtype, grad.dtype) if has_kernel else None
         groups[kind].append(index)
     uses_kernel = implementation != "reference" and _is_usable(implementation)
     found: list[Any] = [None] * len(arrays)
@@ -80,39 +77,16 @@ def run(
     return found
 
 
-def norm_and_clip(
-    grads: list[Array], max_norm: Any, implementation: Implementation | None
-) -> tuple[Array | None, Array]:
-    """Returns the global norm of gradients, and their factor for `max_norm`.
+def norm_and_clip(grads: list[Array], max_norm: Any) -> tuple[Array | None, Array]:
+    """Returns the global norm of gradients, and what they are multiplied by for `max_norm`.
 
     Without `max_norm` these are None and 1, and for infinity the norm and 1.
     """
     if max_norm is None:
         return None, jnp.float32(1)
-    norm = jnp.sqrt(sum_squares(grads, implementation))
+    squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in grads]
+    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
     return norm, formula.clipping(norm, max_norm)
-
-
-def sum_squares(arrays: list[Array], implementation: Implementation | None) -> Array:
-    """Returns the sum of squares of all entries, float32; by one kernel for arrays of a dtype."""
-    uses_kernel = implementation != "reference" and _is_usable(implementation)
-    groups: dict[Any, list[Array]] = defaultdict(list)
-    for one in arrays:
-        has_kernel = uses_kernel and one.dtype in KERNEL_DTYPES and one.size > 0
-        groups[one.dtype if has_kernel else None].append(one)
-    rest = _dense_squares(*groups.pop(None, []))
-    return sum((SUM.bind(*members)[0] for members in groups.values()), rest)
-
-
-def _dense_squares(*arrays: Array) -> Array:
-    squares = [jnp.sum(jnp.square(one.astype(jnp.float32))) for one in arrays]
-    return sum(squares, jnp.float32(0))
-
-
-def _kernel_squares(*arrays: Array) -> Array:
-    count = sum(-(-one.size // TILE) for one in arrays)
-    shape = jax.ShapeDtypeStruct((count,), jnp.float32)
-    return jnp.sum(jax.ffi.ffi_call(SUM_TARGET, shape)(*arrays))
 
 
 def _is_usable(implementation: Implementation | None) -> bool:
@@ -125,7 +99,7 @@ def _is_usable(implementation: Implementation | None) -> bool:
     """
     if implementation == "custom_call":
         loaded = library.require()
-        if "cuda" not in loaded.platforms_of(TARGETS[False]):
+        if "cuda" not in loaded.platforms_of(TARGET):
             raise library.LibraryError(
                 f'implementation is "custom_call", and {loaded.path} has no kernels for NVIDIA '
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
@@ -134,7 +108,7 @@ def _is_usable(implementation: Implementation | None) -> bool:
     outcome = library.attempt()
     if isinstance(outcome, library.LibraryError):
         return False
-    if "cuda" not in outcome[1].platforms_of(TARGETS[False]):
+    if "cuda" not in outcome[1].platforms_of(TARGET):
         return False
     try:
         return len(jax.devices("cuda")) == 1
@@ -186,32 +160,16 @@ def _lower(ctx: Any, *operands: Any, leaves: Any, rounds: bool, structure: Any) 
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
 
 
-# One lowering rule for all platforms: a result of a conditional over the platform could not take
-# the memory of an operand.
-STEP = Primitive("xentile_adamw")
+# One rule for all platforms: under a conditional over the platform no result could take the memory
+# of an operand.
+STEP = Primitive("xentile_adamw_8bit")
 STEP.multiple_results = True
 STEP.def_impl(partial(xla_interpreter.apply_primitive, STEP))
 STEP.def_abstract_eval(lambda *avals, structure, **_: _outputs(avals, structure))
 mlir.register_lowering(STEP, _lower)
 
 
-def _lower_squares(ctx: Any, *operands: Any) -> Any:
-    platforms = tuple(ctx.module_context.platforms)
-    function = _kernel_squares if platforms == ("cuda",) else _dense_squares
-    return mlir.lower_fun(lambda *arrays: [function(*arrays)], multiple_results=True)(
-        ctx, *operands
-    )
-
-
-SUM = Primitive("xentile_sum_squares")
-SUM.multiple_results = True
-SUM.def_impl(partial(xla_interpreter.apply_primitive, SUM))
-SUM.def_abstract_eval(lambda *_: [jax.core.ShapedArray((), jnp.dtype(jnp.float32))])
-mlir.register_lowering(SUM, _lower_squares)
-
-
 def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
-    target = TARGETS[is_quantized(arrays[0][2][0])]
     # Twice the number of a parameter, and whether it decays.
     named = np.array([2 * leaf.number + leaf.decays for leaf in leaves], np.int32)
     operands: list[Array] = [_words(scalars, rounds), jnp.asarray(named)]
@@ -223,13 +181,10 @@ def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: An
             aliases[len(operands)] = len(results)
             operands.append(one)
             results.append(jax.ShapeDtypeStruct(one.shape, one.dtype))
-    flat = iter(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands))
+    flat = iter(jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)(*operands))
     found: list[Result] = []
-    for _, _, moments in arrays:
+    for _ in arrays:
         param = next(flat)
-        new = [
-            Quantized(next(flat), next(flat)) if is_quantized(one) else next(flat)
-            for one in moments
-        ]
-        found.append((param, new))
+        moments = [Quantized(next(flat), next(flat)) for _ in range(2)]
+        found.append((param, moments))
     return found

@@ -15,7 +15,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..keywords import hinted
-from ..operation import Implementation
 from . import api, call, formula, transformation, trees
 from .api import Schedule
 from .trees import Mask
@@ -114,7 +113,6 @@ class _Muon:
     consistent_rms: ArrayLike | None
     max_norm: ArrayLike | None
     rounding_seed: ArrayLike | None
-    implementation: Implementation | None
     others: Any
 
     def _masks(self, params: Any) -> list[bool]:
@@ -166,7 +164,7 @@ class _Muon:
         masks, structure = self._masks(params), jax.tree.structure(params)
         chosen = [index for index, is_chosen in enumerate(masks) if is_chosen]
         old = trees.check_moments("mu", state.mu, _only(params, masks), quantizes=False)
-        norm, clip = call.norm_and_clip(gradients, self.max_norm, self.implementation)
+        norm, clip = call.norm_and_clip(gradients, self.max_norm)
         if norm is not None:
             gradients = [(one * clip).astype(one.dtype) for one in gradients]
         others_grads = _without(jax.tree.unflatten(structure, gradients), masks)
@@ -259,7 +257,6 @@ def muon(
     consistent_rms: ArrayLike | None = None,
     max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
-    implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Muon for matrices and AdamW for all other parameters, as `optax.contrib.muon`.
 
@@ -287,7 +284,6 @@ def muon(
         sqrt(max(1, C / R)).
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
-      implementation: of the other parameters, as for `adamw`.
 
     Returns:
       An `optax.GradientTransformation` with `update_and_apply`, as `adamw`.
@@ -309,7 +305,6 @@ def muon(
         adam_weight_decay,
         nesterov=nesterov,
         rounding_seed=rounding_seed,
-        implementation=implementation,
     )
     one = _Muon(
         learning_rate,
@@ -324,7 +319,6 @@ def muon(
         consistent_rms,
         max_norm,
         rounding_seed,
-        implementation,
         others,
     )
     return transformation.make(one.init, one.update, one.update_and_apply)
