@@ -271,8 +271,12 @@ def test_a_step_is_that_of_layers(config: DecoderConfig, position: int) -> None:
 @on_hopper
 @pytest.mark.parametrize(
     ("name", "batch"),
-    [(name, batch) for name in kernel.DIMENSIONS for batch in (1, 3, 8)
-     if batch <= kernel.LARGEST_BATCHES[name]],
+    [
+        (name, batch)
+        for name in kernel.DIMENSIONS
+        for batch in (1, 3, 8)
+        if batch <= kernel.LARGEST_BATCHES[name]
+    ],
 )
 def test_a_step_of_sequences_is_that_of_layers(name: str, batch: int) -> None:
     """Rows at positions of their own, of which the last but one is not valid in a batch of 8."""

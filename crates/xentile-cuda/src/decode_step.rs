@@ -426,8 +426,7 @@ mod tests {
     #[test]
     fn a_state_is_that_of_the_kernel() {
         for decoder in DECODERS {
-            let words =
-                |batch| step(decoder.dims, Extents { batch, ..EXTENTS }).state_words() / 2;
+            let words = |batch| step(decoder.dims, Extents { batch, ..EXTENTS }).state_words() / 2;
             let [small, large] = decoder.state_words;
             let one = if decoder.name == "Qwen3-0.6B" { STATE_WORDS } else { small };
             assert_eq!([1, 2, 4, 5, 8].map(words), [one, small, small, large, large]);
