@@ -1,6 +1,8 @@
 """The kernel that decodes a token on Hopper: packed weights, and its steps beside XLA's program."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,6 +54,13 @@ def config_of(name: str, layers: int = 2) -> DecoderConfig:
     )
 
 
+LIBRARY_NAMES = {
+    "Qwen3-0.6B": "QWEN3_SMALL",
+    "Qwen3-1.7B": "QWEN3_MEDIUM",
+    "Llama-3.2-1B": "LLAMA_SMALL",
+    "Qwen3-8B": "QWEN3_LARGE",
+    "Llama-3.1-8B, Mistral-7B": "LLAMA_LARGE",
+}
 LLAMA = config_of("Llama-3.2-1B", 1)
 QWEN3 = config_of("Qwen3-1.7B", 1)
 
@@ -197,6 +206,21 @@ def test_configs_that_the_kernel_covers(name: str) -> None:
     # A batch of 1 to 4, or to 8, has the words of a kernel.
     words = [kernel.state_words(config, batch) for batch in range(1, 9)]
     assert len(set(words[1:4])) == len(set(words[4:])) == 1 and words[1] < words[4]
+    largest = kernel.LARGEST_BATCHES[name]
+    assert kernel.covers(config, largest) and not kernel.covers(config, largest + 1)
+
+
+@pytest.mark.parametrize("name", kernel.DIMENSIONS)
+def test_a_state_has_the_words_of_the_library(name: str) -> None:
+    """The library's numbers, which its build compares with the kernels."""
+    path = "crates/xentile-cuda/src/decode_step/arguments.rs"
+    source = (Path(__file__).parents[2] / path).read_text()
+    found = dict(re.findall(r"(\w*STATE_WORDS\w*): usize = \w+, (\d+);", source))
+    of = f"{LIBRARY_NAMES[name]}_STATE_WORDS_"
+    single = "STATE_WORDS" if name == "Qwen3-0.6B" else of + "4"
+    for batch in range(1, 9):
+        words = found[single if batch == 1 else of + ("4" if batch <= 4 else "8")]
+        assert kernel.state_words(config_of(name), batch) == 2 * int(words), batch
 
 
 def by_layers(params: Any, config: DecoderConfig, cache: Cache, token: Any, position: Any) -> Any:
@@ -245,8 +269,15 @@ def test_a_step_is_that_of_layers(config: DecoderConfig, position: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("name", kernel.DIMENSIONS)
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        (name, batch)
+        for name in kernel.DIMENSIONS
+        for batch in (1, 3, 8)
+        if batch <= kernel.LARGEST_BATCHES[name]
+    ],
+)
 def test_a_step_of_sequences_is_that_of_layers(name: str, batch: int) -> None:
     """Rows at positions of their own, of which the last but one is not valid in a batch of 8."""
     config = config_of(name)

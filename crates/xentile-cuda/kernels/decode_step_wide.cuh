@@ -110,6 +110,13 @@ struct Slot {
   }
 };
 
+// Zero, once `x` is there. The compiler does not know that kThreads shifts all of it out.
+__device__ inline uint32_t zero_after(uint32_t x) {
+  uint32_t zero;
+  asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(x), "r"(blockDim.x));
+  return zero;
+}
+
 template <class P>
 __device__ inline Split split_of(int position, int split) {
   const int size = (position + kSplits - 1) / kSplits;
@@ -222,8 +229,20 @@ struct Consumer {
     ptx::mbarrier_wait(ring + P::kRing * kStageBytes + 8 * place.slot, place.parity);
   }
 
-  __device__ void release() {
+  // Gives a stage back once `last`, of what this warp loaded from it, is there. A load that is only
+  // issued may wait behind other warps' polls until the next copy, which does not pass through
+  // their queue, has replaced what it reads.
+  __device__ void release(uint32_t last) {
+    const uint32_t barrier = ring + P::kRing * kStageBytes + 8 * (P::kRing + place.slot);
     __syncwarp();
+    const uint32_t zero = zero_after(last);
+    if (lane == 0) ptx::mbarrier_arrive(barrier + zero);
+    place.advance();
+  }
+
+  // The same of a stage that this warp does not read.
+  __device__ void skip() {
+    wait();
     if (lane == 0)
       ptx::mbarrier_arrive(ring + P::kRing * kStageBytes + 8 * (P::kRing + place.slot));
     place.advance();
@@ -235,7 +254,7 @@ struct Consumer {
     const uint32_t from = stage() + warp * 1024 + lane * 16;
     first = ptx::load_shared(from);
     second = ptx::load_shared(from + 512);
-    release();
+    release(first.x | second.x);
   }
 
   // The first of this lane's 8 columns of a part of its warp.
@@ -444,7 +463,8 @@ struct Attention {
   float out[P::kHead / 16][4] = {};
 
   // Adds 16 positions at `keys`, of which the first `count` are there; their values at `values`.
-  __device__ void add(const Consumer<P>& w, uint32_t queries, uint32_t keys, uint32_t values,
+  // Returns a word that is there once all loads are.
+  __device__ uint32_t add(const Consumer<P>& w, uint32_t queries, uint32_t keys, uint32_t values,
                       int count) {
     const int g = w.g, t = w.t, lane = w.lane;
     float scores[2][4] = {};
@@ -478,6 +498,8 @@ struct Attention {
     // Values that are not there may be NaN.
     const uint32_t here = present(2 * t, count), further = present(2 * t + 8, count);
     const uint32_t row = (lane & 7) + 8 * (lane >> 4), chunk = (lane >> 3) & 1;
+    // Scores, of which these are, have all keys.
+    uint32_t last = p;
 #pragma unroll
     for (int i = 0; i < P::kHead / 16; ++i) {
       const uint4 v = load_transposed(values + (i >> 2) * P::kHalfBytes + row * 128 +
@@ -485,7 +507,9 @@ struct Attention {
 #pragma unroll
       for (int k = 0; k < 4; ++k) out[i][k] *= factors[k & 1];
       mma(out[i], v.x & here, v.y & here, v.z & further, v.w & further, b0, b1);
+      last |= v.x;
     }
+    return last;
   }
 
   // A mask of positions `first` and the next, of `count`.
@@ -610,10 +634,7 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
     const Split cached = split_of<P>(w.template at<Row>(P::kRowsAt)[s].position, split);
     if (s % 2 != team) {
 #pragma unroll 1
-      for (int stage = 0; stage < cached.stages; ++stage) {
-        w.wait();
-        w.release();
-      }
+      for (int stage = 0; stage < cached.stages; ++stage) w.skip();
       continue;
     }
     Attention<P> one;
@@ -623,9 +644,10 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
     for (int stage = 0; stage < cached.stages; ++stage) {
       w.wait();
       const int count = cached.count - stage * P::kKeys - 16 * (member % P::kTiles);
+      uint32_t last = 0;
       if (stage % (kTeamWarps / P::kTiles) == member / P::kTiles && count > 0)
-        one.add(w, queries, w.stage() + tile, w.stage() + kStageBytes / 2 + tile, count);
-      w.release();
+        last = one.add(w, queries, w.stage() + tile, w.stage() + kStageBytes / 2 + tile, count);
+      w.release(last);
     }
     // Warps with positions.
     const int used = min(kTeamWarps, (cached.count + 15) / 16);

@@ -20,8 +20,6 @@ TARGET = "xentile_decode_step"
 # CTAs, each with rows of its own of every matrix, their warps, and the rows and columns of a stage.
 CTAS, WARPS, ROWS, COLUMNS = 128, 16, 8, 1024
 STAGE = ROWS * COLUMNS
-# The most sequences of a call.
-LARGEST_BATCH = 8
 # Copies of each vector that all CTAs read, and splits of the positions for each KV head.
 COPIES, SPLITS = 4, 16
 # The dimensions that it is compiled for, by the names of models that have them: hidden size, heads,
@@ -32,6 +30,14 @@ DIMENSIONS = {
     "Llama-3.2-1B": (2048, 32, 64, 8192, False),
     "Qwen3-8B": (4096, 32, 128, 12288, True),
     "Llama-3.1-8B, Mistral-7B": (4096, 32, 128, 14336, False),
+}
+# The most sequences of a call: what a GPU has shown to be right, of the 8 that all kernels take.
+LARGEST_BATCHES = {
+    "Qwen3-0.6B": 8,
+    "Qwen3-1.7B": 1,
+    "Llama-3.2-1B": 1,
+    "Qwen3-8B": 1,
+    "Llama-3.1-8B, Mistral-7B": 1,
 }
 KV_HEADS = 8
 
@@ -47,18 +53,19 @@ class Step(NamedTuple):
     state: Array
 
 
-def covers(config: DecoderConfig) -> bool:
-    """Returns whether the kernel is for a config."""
+def covers(config: DecoderConfig, batch: int = 1) -> bool:
+    """Returns whether the kernel is for a config and so many sequences."""
     names = ("hidden_size", "heads", "head_dim", "mlp_size", "qk_norm")
     dims = tuple(getattr(config, name) for name in names)
     is_plain = not config.qkv_bias and config.window is None
-    return is_plain and config.kv_heads == KV_HEADS and dims in DIMENSIONS.values()
+    largest = next((LARGEST_BATCHES[name] for name, of in DIMENSIONS.items() if of == dims), 0)
+    return is_plain and config.kv_heads == KV_HEADS and 1 <= batch <= largest
 
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
     """Returns whether the kernel runs where a program is compiled for CUDA."""
     arrays = jax.tree.leaves({name: one for name, one in params.items() if name != "packed"})
-    if not 1 <= batch <= LARGEST_BATCH or not covers(config):
+    if not covers(config, batch):
         return False
     if any(one.dtype != jnp.bfloat16 for one in arrays):
         return False

@@ -12,7 +12,7 @@ from ..keywords import hinted
 
 Array = jax.Array
 # Bits of a logit that a pass of `_keep_largest` finds.
-BITS = 3
+BITS = 4
 
 
 class Sampling(NamedTuple):
