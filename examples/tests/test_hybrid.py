@@ -134,16 +134,23 @@ def batch_of(rng: np.random.Generator, length: int = 9) -> dict[str, Any]:
     return {"tokens": tokens, "segments": segments, "positions": positions}
 
 
-@pytest.mark.parametrize("kernel", ["baseline", "ours"])
-@pytest.mark.parametrize("changes", [{}, {"ssm_groups": 2, "delta_key_heads": 2}])
-def test_hidden_states(rng: np.random.Generator, kernel: Any, changes: dict[str, int]) -> None:
-    """Weights are large, so that gates and decays differ; texts are packed."""
-    of = with_pattern(TEST, "MD", 4, **changes)
-    graph, state = nnx.split(Transformer(of, Kernels(*[kernel] * 5), rngs=nnx.Rngs(0)))
-    params = jax.tree.map(
+def drawn(rng: np.random.Generator, of: Model, kernel: Any, **options: Any) -> tuple[Any, Any]:
+    """A model's graph, and weights that are large, so that gates and decays differ."""
+    kernels = Kernels(*[kernel] * 5)
+    abstract = nnx.eval_shape(lambda: Transformer(of, kernels, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(abstract)
+    return graph, jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(0, 0.4, leaf.shape), jnp.float32),
         nnx.to_pure_dict(state),
     )
+
+
+@pytest.mark.parametrize("kernel", ["baseline", "ours"])
+@pytest.mark.parametrize("changes", [{}, {"ssm_groups": 2, "delta_key_heads": 2}])
+def test_hidden_states(rng: np.random.Generator, kernel: Any, changes: dict[str, int]) -> None:
+    """Texts are packed."""
+    of = with_pattern(TEST, "MD", 4, **changes)
+    graph, params = drawn(rng, of, kernel)
     batch = batch_of(rng)
     model = nnx.merge(graph, params)
     hidden = model({name: jnp.asarray(array) for name, array in batch.items()}, jnp.float32)
@@ -167,15 +174,15 @@ def test_blocks_of_attention_are_the_transformer(rng: np.random.Generator) -> No
 def test_remat_changes_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
     of = with_pattern(TEST, "MDA", 3)
     batch = {name: jnp.asarray(array) for name, array in batch_of(rng).items()}
+    _, params = drawn(rng, of, kernel)
 
     def gradient(remat: Remat) -> Any:
-        kernels = Kernels(*[kernel] * 5)
-        graph, state = nnx.split(Transformer(of, kernels, remat=remat, rngs=nnx.Rngs(1)))
+        graph, _ = drawn(rng, of, kernel, remat=remat)
 
         def loss(params: Any) -> jax.Array:
             return jnp.sum(nnx.merge(graph, params)(batch, jnp.float32) ** 3)
 
-        return jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
+        return jax.jit(jax.grad(loss))(params)
 
     plain, *others = (jax.tree.leaves(gradient(remat)) for remat in REMATS)
     assert all(jnp.abs(one).max() > 0 for one in plain)
@@ -226,12 +233,11 @@ def one_device() -> list[float]:
 @pytest.mark.parametrize(
     "options",
     [
-        {**BASELINE, "linear_attention_kernel": "ours"},
-        {**BASELINE, "conv_kernel": "ours"},
+        {**BASELINE, "linear_attention_kernel": "ours", "conv_kernel": "ours"},
         {"remat": "selective", "layer_loop": "unrolled"},
         {"mesh": "data=2,fsdp=2,model=2"},
     ],
-    ids=["linear_attention", "conv", "all", "mesh"],
+    ids=["mixers", "all", "mesh"],
 )
 def test_kernels_and_meshes_train_the_same(
     train: Runner, one_device: list[float], options: dict[str, Any]
