@@ -182,7 +182,8 @@ class Program:
 
         states = jnp.broadcast_to(_zeros(state), (last + 1, *state.shape))
         states, state = for_each_chunk(last * self.group, self.group, body, (states, state))
-        return jax.lax.dynamic_update_index_in_dim(states, state, last, 0)
+        before: jax.Array = jax.lax.dynamic_update_index_in_dim(states, state, last, 0)
+        return before
 
     def _padded(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Returns arrays with whole groups of tokens, if their number is symbolic."""
