@@ -81,6 +81,8 @@ def training() -> list[list[str]]:
             steps.setdefault(row["model"], []).append(row)
     rows = []
     for model, name in MODELS.items():
+        if model not in steps:
+            continue
         plain, ours = (
             max(
                 (row for row in steps[model] if row["program"].startswith(kernels)),

@@ -31,14 +31,8 @@ DIMENSIONS = {
     "Qwen3-8B": (4096, 32, 128, 12288, True),
     "Llama-3.1-8B, Mistral-7B": (4096, 32, 128, 14336, False),
 }
-# The most sequences of a call: what a GPU has shown to be right, of the 8 that all kernels take.
-LARGEST_BATCHES = {
-    "Qwen3-0.6B": 8,
-    "Qwen3-1.7B": 1,
-    "Llama-3.2-1B": 1,
-    "Qwen3-8B": 1,
-    "Llama-3.1-8B, Mistral-7B": 1,
-}
+# The most sequences of a call.
+LARGEST_BATCH = 8
 KV_HEADS = 8
 
 
@@ -58,8 +52,8 @@ def covers(config: DecoderConfig, batch: int = 1) -> bool:
     names = ("hidden_size", "heads", "head_dim", "mlp_size", "qk_norm")
     dims = tuple(getattr(config, name) for name in names)
     is_plain = not config.qkv_bias and config.window is None
-    largest = next((LARGEST_BATCHES[name] for name, of in DIMENSIONS.items() if of == dims), 0)
-    return is_plain and config.kv_heads == KV_HEADS and 1 <= batch <= largest
+    is_listed = dims in DIMENSIONS.values() and config.kv_heads == KV_HEADS
+    return is_plain and is_listed and 1 <= batch <= LARGEST_BATCH
 
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
