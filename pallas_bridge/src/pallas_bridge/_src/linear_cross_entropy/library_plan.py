@@ -17,9 +17,8 @@ from .plan import Plan, Problem, token_chunk_scratch
 # their GEMMs split long sums of few tiles. 1024 x 1024 x 4096 takes 0.082 ms there and 0.096 in the
 # library, 2048 x 1024 x 8192 0.248 and 0.203 (NVIDIA H200, 2026-11-24).
 FEW_LOGITS = 1 << 22
-# So are logits of so few tokens, with a reduction: 128 x 4096 x 128256 takes 1.29 of its three
-# GEMMs in the library and 1.02 in plain JAX, 512 x 2048 x 32000 1.27 and 1.15 (NVIDIA H200,
-# 2026-11-28).
+# So are logits of so few tokens, with a reduction: 128 x 4096 x 128256 takes 1.35 of its three
+# GEMMs in the library and 1.06 by XLA, 512 x 2048 x 32000 1.31 and 1.19 (NVIDIA H200, 2026-11-29).
 FEW_TOKENS = 512
 # What of a plan the library answers, and reads in a request for a call.
 ANSWERED = {
