@@ -95,3 +95,27 @@ def test_planned_calls_have_attributes_of_the_declared_types() -> None:
     program = jax.jit(run).trace(hidden, weight, labels).lower(lowering_platforms=("cuda",))
     text = program.as_text()
     assert "chunk_tokens = 2048 : i64" in text and "wide = true" in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reduced", "limit", "is_xla"),
+    [
+        (512, True, 1 << 28, True),
+        (513, True, 1 << 28, False),
+        (512, False, 1 << 28, False),
+        # Their logits do not fit.
+        (512, True, 1 << 20, False),
+    ],
+)
+def test_few_tokens_run_by_xla(
+    tokens: int, reduced: bool, limit: int, is_xla: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_plan, "FEW_TOKENS", 512)
+    shapes = ((tokens, 256), jnp.bfloat16), ((32000, 256), jnp.bfloat16), ((tokens,), jnp.int32)
+    hidden, weight, labels = (jax.ShapeDtypeStruct(*one) for one in shapes)
+
+    def plan(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
+        problem = Problem.of(Operands(hidden, weight, None, labels), 0, reduced=reduced)
+        assert (library_plan.plan_cuda(problem, limit) is None) == is_xla
+
+    jax.eval_shape(plan, hidden, weight, labels)
