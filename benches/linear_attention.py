@@ -24,6 +24,7 @@ SHAPES = {
     "cpu": ("1x128x2x64x64",),
     "gpu": ("4x8192x8x128x128", "1x32768x16x128x128", "4x8192x32/1x128x64", "8x2048x16x128x128"),
 }
+PEERS = ("ours", "reference")
 
 
 def arrays_of(shape: str, has_beta: bool) -> list[Any]:
@@ -32,16 +33,21 @@ def arrays_of(shape: str, has_beta: bool) -> list[Any]:
     value_heads, _, key_heads = heads.partition("/")
     tokens = (int(batch), int(length))
     keys = jax.random.split(jax.random.key(0), 5)
-    of_keys = (*tokens, int(key_heads or value_heads), int(k_size))
-    of_values = (*tokens, int(value_heads), int(v_size))
+    key_shape = (*tokens, int(key_heads or value_heads), int(k_size))
+    value_shape = (*tokens, int(value_heads), int(v_size))
 
     def unit(key: Any) -> jax.Array:
-        x = jax.random.normal(key, of_keys)
+        x = jax.random.normal(key, key_shape)
         return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
 
-    g = -jax.nn.softplus(jax.random.normal(keys[3], of_values[:3]) - 3)
-    arrays = [unit(keys[0]), unit(keys[1]), jax.random.normal(keys[2], of_values, jnp.bfloat16), g]
-    return [*arrays, jax.nn.sigmoid(jax.random.normal(keys[4], of_values[:3]))][: 4 + has_beta]
+    g = -jax.nn.softplus(jax.random.normal(keys[3], value_shape[:3]) - 3)
+    arrays = [
+        unit(keys[0]),
+        unit(keys[1]),
+        jax.random.normal(keys[2], value_shape, jnp.bfloat16),
+        g,
+    ]
+    return [*arrays, jax.nn.sigmoid(jax.random.normal(keys[4], value_shape[:3]))][: 4 + has_beta]
 
 
 def measure(form: str, shape: str, seconds: float) -> Row:
@@ -95,8 +101,6 @@ def main() -> int:
     heads = ["form", "shape", "ours", "XLA", "ours, both", "XLA, both", "ours MiB", "XLA MiB"]
     return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
 
-
-PEERS = ("ours", "reference")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -196,16 +196,16 @@ def test_begins_as_the_authors_do() -> None:
     of = with_pattern(TEST, "MD", 4, ssm_heads=512, delta_heads=512)
     blocks = nnx.to_pure_dict(nnx.state(Transformer(of, Kernels(), rngs=nnx.Rngs(3))))["blocks"]
     for name, bounds in (("00M", mixers.MAMBA_RATES), ("01D", mixers.DELTA_RATES)):
-        of_mixer = blocks[name]["mixer"]
+        mixer = blocks[name]["mixer"]
         # Uniform in a variable: its quartiles are those of its bounds.
         for found, (low, high) in (
-            (np.log(softplus(np.asarray(of_mixer["dt_bias"], np.float64))), np.log(mixers.STEPS)),
-            (np.exp(of_mixer["log_rate"]), bounds),
+            (np.log(softplus(np.asarray(mixer["dt_bias"], np.float64))), np.log(mixers.STEPS)),
+            (np.exp(mixer["log_rate"]), bounds),
         ):
             shares = (found - low) / (high - low)
             assert (shares > -1e-5).all() and (shares < 1 + 1e-5).all()
             assert np.allclose(np.quantile(shares, (0.25, 0.5, 0.75)), (0.25, 0.5, 0.75), atol=0.08)
-        bound = np.abs(of_mixer["conv"]).max()
+        bound = np.abs(mixer["conv"]).max()
         assert 0.45 < bound <= 0.5
     assert (blocks["00M"]["mixer"]["skip"] == 1).all()
     gates = [blocks[name]["mixer"]["gate"][at] for name in blocks for at in range(2)]

@@ -225,10 +225,10 @@ def _in_turn(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _mlp(mlp: Mlp, *arrays: jax.Array) -> Any:
     """Returns y, and the sum if there is one, of x, the matrices, norm's weight and a residual."""
-    x, matrix, down, *of_norm = arrays
+    x, matrix, down, *norm_arrays = arrays
     if mlp.norm is None:
         return _activated(mlp, multiply(x, matrix), down)
-    weight, *residual = of_norm
+    weight, *residual = norm_arrays
     results = norm_and_multiply(mlp.norm, bool(residual), weight, x, *residual, matrix)
     packed, *total = results
     y = _activated(mlp, packed, down)

@@ -183,5 +183,5 @@ def _transpose(options: Options, has_sum: bool, residuals: Any, cotangents: Any)
             dtotal, dweight = reference.gradients(options, total, weight, rstd, dy, *extra)
         else:
             dtotal, dweight = custom_call.backward(options, *arrays)
-    of_matrices = [None if dy is None else grad_matrix(y, dy, matrix) for matrix, dy in pairs]
-    return [dtotal, dweight, *of_matrices]
+    grad_matrices = [None if dy is None else grad_matrix(y, dy, matrix) for matrix, dy in pairs]
+    return [dtotal, dweight, *grad_matrices]
