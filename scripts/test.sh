@@ -98,22 +98,22 @@ for tier in "${tiers[@]}"; do
     ((skipped == 0)) || note+=", $skipped skipped"
     total_passed=$((total_passed + passed))
     total_failed=$((total_failed + failed))
-    summary+=("$tier: $passed passed, $failed failed$note")
+    summary+=("$tier: $passed passed, $failed failed$note, $((SECONDS - started)) s")
     if ((failed > 0)); then
         # A build that breaks, or a download, has no test to name: then the end of the log.
         reasons=$(awk -f scripts/failures.awk "$log")
         failures+=$(printf '\n-- %s\n%s' "$tier" "${reasons:-$(tail -n 5 "$log")}")
     fi
-    printf '%s took %d s\n' "$tier" $((SECONDS - started))
 done
 
-[[ -z $failures ]] || printf '\n== failures%s\n' "$failures"
+# What matters most comes last, where the end of a long log is all that one sees.
+printf '\n== left out\n'
+((${#left_out[@]} == 0)) || printf 'tiers, to be run by name or with --nightly: %s\n' "${left_out[*]}"
+(cd "$logs" && grep -H '^left out: ' "${tiers[@]/%/.log}" 2>/dev/null | sed 's/\.log:left out:/, left out:/' | sort -u) || true
 printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
 printf 'tiers: %d run, %d absent here%s\n' \
     $((${#tiers[@]} - ${#absent[@]})) ${#absent[@]} "${absent[*]:+ (${absent[*]})}"
-((${#left_out[@]} == 0)) || printf 'left out, to be run by name or with --nightly: %s\n' "${left_out[*]}"
-parts=$(cd "$logs" && grep -H '^left out: ' "${tiers[@]/%/.log}" 2>/dev/null | sed 's/\.log:left out:/, left out:/' | sort -u || true)
-[[ -z $parts ]] || printf '%s\n' "$parts"
+[[ -z $failures ]] || printf '\n== failures%s\n' "$failures"
 printf '%d passed, %d failed\n' "$total_passed" "$total_failed"
 ((total_failed == 0))
