@@ -6,7 +6,7 @@ On Hopper `kernel.step` decodes a whole token of some configs in one launch.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,16 @@ from ..rope.api import rope
 from ..rope.qk_norm import qk_norm_rope
 from ..rope.scaling import frequencies
 from ..rope.tables import tables as rope_tables
-from . import kernel
+from . import cpu_kernels, kernel
 from .config import DecoderConfig
+from .cpu_kernels import Cache, linear
 from .parameters import Params, check_params, output_matrix
 
 Array = jax.Array
 # Keys of a page, in which kernels for GPUs read a cache; a power of two.
 LARGEST_PAGE = 128
-
-
-class Cache(NamedTuple):
-    """Keys and values of all layers, each [L, B, S, K, head_dim], in the parameters' dtype."""
-
-    keys: Array
-    values: Array
+# Those of a layer, by their names in the parameters.
+MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 @hinted
@@ -91,7 +87,8 @@ def prefill(
     if lengths is None:
         lengths = np.full(batch, most)
     lengths = check_integers("lengths", lengths, (batch,), 1, most, "the columns of tokens")
-    found: tuple[Array, Cache] = _prefill(params, config, cache, tokens, lengths)
+    on_cpu = cpu_kernels.are_usable(params)
+    found: tuple[Array, Cache] = _prefill(params, config, cache, tokens, lengths, on_cpu)
     return found
 
 
@@ -129,13 +126,19 @@ def decode_step(
         "positions", positions, tokens.shape, 0, length - 1, "the last of the cache"
     )
     has_kernel = kernel.is_packed(params, config, tokens.shape[0])
-    found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions, has_kernel)
+    static = has_kernel, cpu_kernels.are_usable(params)
+    found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions, *static)
     return found
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=2)
+@partial(jax.jit, static_argnums=(1, 5), donate_argnums=2)
 def _prefill(
-    params: Params, config: DecoderConfig, cache: Cache, tokens: Array, lengths: Array
+    params: Params,
+    config: DecoderConfig,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array,
+    on_cpu: bool,
 ) -> tuple[Array, Cache]:
     most = tokens.shape[1]
     positions = jnp.arange(most, dtype=jnp.int32)
@@ -143,21 +146,30 @@ def _prefill(
     is_valid = (_is_token(tokens, config) | is_padding).all(1) & (lengths > 0) & (lengths <= most)
 
     def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-        start = (layer, *4 * [jnp.int32(0)])
-        cache = Cache(
-            jax.lax.dynamic_update_slice(cache.keys, k[None], start),
-            jax.lax.dynamic_update_slice(cache.values, v[None], start),
-        )
+        operands = (cache, k, v, layer, jnp.zeros(k.shape[0], jnp.int32))
+        if on_cpu:
+            cache = jax.lax.platform_dependent(
+                *operands, cpu=cpu_kernels.append, default=_append_prompts
+            )
+        else:
+            cache = _append_prompts(*operands)
         # Queries of padding see keys of their own prompt; no other query sees padding.
         return flash_attention(q, k, v, causal=True, window=_window(config)), cache
 
-    x, cache = hidden_states(params, config, cache, tokens, positions, attend)
+    x, cache = hidden_states(params, config, cache, tokens, positions, attend, on_cpu=on_cpu)
     last = jnp.clip(lengths - 1, 0, most - 1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    return jnp.where(is_valid[:, None], _logits(params, config, x), jnp.nan), cache
+    return jnp.where(is_valid[:, None], _logits(params, config, x, on_cpu), jnp.nan), cache
 
 
-@partial(jax.jit, static_argnums=(1, 5), donate_argnums=2)
+def _append_prompts(cache: Cache, k: Array, v: Array, layer: Array, positions: Array) -> Cache:
+    """Returns the cache with keys and values of prompts, which begin at position 0."""
+    start = (layer, *4 * [jnp.int32(0)])
+    keys = jax.lax.dynamic_update_slice(cache.keys, k[None], start)
+    return Cache(keys, jax.lax.dynamic_update_slice(cache.values, v[None], start))
+
+
+@partial(jax.jit, static_argnums=(1, 5, 6), donate_argnums=2)
 def _decode_step(
     params: Params,
     config: DecoderConfig,
@@ -165,8 +177,9 @@ def _decode_step(
     tokens: Array,
     positions: Array,
     has_kernel: bool,
+    on_cpu: bool,
 ) -> tuple[Array, Cache]:
-    by_layers = partial(_step_by_layers, config)
+    by_layers = partial(_step_by_layers, config, on_cpu)
     if not has_kernel:
         return by_layers(params, cache, tokens, positions)
 
@@ -186,7 +199,12 @@ def _decode_step(
 
 
 def _step_by_layers(
-    config: DecoderConfig, params: Params, cache: Cache, tokens: Array, positions: Array
+    config: DecoderConfig,
+    on_cpu: bool,
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    positions: Array,
 ) -> tuple[Array, Cache]:
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
@@ -196,6 +214,23 @@ def _step_by_layers(
     positions = jnp.where(is_valid, positions, 0)
 
     def attend(layer: Array, cache: Cache, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        operands = (layer, cache, q, k, v, written, positions)
+        if not on_cpu:
+            return by_xla(*operands)
+        found: tuple[Array, Cache] = jax.lax.platform_dependent(
+            *operands, cpu=by_kernels, default=by_xla
+        )
+        return found
+
+    def by_kernels(
+        layer: Array, cache: Cache, q: Array, k: Array, v: Array, written: Array, positions: Array
+    ) -> tuple[Array, Cache]:
+        cache = cpu_kernels.append(cache, k, v, layer, written)
+        return cpu_kernels.attend(config, q, cache, layer, positions + 1), cache
+
+    def by_xla(
+        layer: Array, cache: Cache, q: Array, k: Array, v: Array, written: Array, positions: Array
+    ) -> tuple[Array, Cache]:
         cache = Cache(
             cache.keys.at[layer, rows, written].set(k[:, 0], mode="drop"),
             cache.values.at[layer, rows, written].set(v[:, 0], mode="drop"),
@@ -207,8 +242,10 @@ def _step_by_layers(
         o = jax.lax.platform_dependent(*operands, cuda=in_pages, default=in_layer)
         return o, cache
 
-    x, cache = hidden_states(params, config, cache, tokens[:, None], positions[:, None], attend)
-    return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0]), jnp.nan), cache
+    x, cache = hidden_states(
+        params, config, cache, tokens[:, None], positions[:, None], attend, on_cpu=on_cpu
+    )
+    return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0], on_cpu), jnp.nan), cache
 
 
 def attend_in_layer(
@@ -245,6 +282,8 @@ def hidden_states(
     tokens: Array,
     positions: Array,
     attend: Callable[[Array, Any, Array, Array, Array], tuple[Array, Any]],
+    *,
+    on_cpu: bool = False,
 ) -> tuple[Array, Any]:
     """Returns hidden states [B, T, D] after the last norm, and the state.
 
@@ -256,22 +295,30 @@ def hidden_states(
         positions: [T] or [B, T].
         attend: Takes the layer's index, the state, q [B, T, H, head_dim], k and v
             [B, T, K, head_dim], and returns the attention's output, of q's shape, and the state.
+        on_cpu: Whether CPUs multiply few tokens by their kernel.
     """
     tables = position_tables(config, positions)
     x = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
     norm = partial(rms_norm, eps=config.eps)
+    # The matrices of all layers, from which the kernel reads a layer's where they are.
+    matrices = {name: params["layers"][name] for name in MATRICES}
+    vectors = {name: one for name, one in params["layers"].items() if name not in matrices}
 
     def layer(carry: Any, arrays: Any) -> tuple[Any, None]:
         branch, residual, state = carry
         index, weights = arrays
+
+        def times(name: str, x: Array) -> Array:
+            return linear(x, matrices[name], index, by_kernel=on_cpu)
+
         x, residual = norm(branch, weights["attention_norm"], residual=residual)
-        o, state = attend(index, state, *_qkv(config, weights, x, tables))
-        branch = _linear(o.reshape(*x.shape[:2], -1), weights["out"])
+        o, state = attend(index, state, *_heads(config, weights, times("qkv", x), tables))
+        branch = times("out", o.reshape(*x.shape[:2], -1))
         x, residual = norm(branch, weights["mlp_norm"], residual=residual)
-        branch = _linear(swiglu(_linear(x, weights["gate_up"])), weights["down"])
+        branch = times("down", swiglu(times("gate_up", x)))
         return (branch, residual, state), None
 
-    arrays = (jnp.arange(config.layers, dtype=jnp.int32), params["layers"])
+    arrays = (jnp.arange(config.layers, dtype=jnp.int32), vectors)
     (branch, residual, state), _ = jax.lax.scan(layer, (x, jnp.zeros_like(x), state), arrays)
     return norm(branch, params["norm"], residual=residual)[0], state
 
@@ -282,12 +329,11 @@ def position_tables(config: DecoderConfig, positions: Array) -> list[Array]:
     return rope_tables(positions, *angles)
 
 
-def _qkv(config: DecoderConfig, weights: Params, x: Array, tables: Any) -> tuple[Array, ...]:
-    """Returns queries and keys after RoPE, and values, of x [B, T, D]."""
-    qkv = _linear(x, weights["qkv"])
+def _heads(config: DecoderConfig, weights: Params, qkv: Array, tables: Any) -> tuple[Array, ...]:
+    """Returns queries and keys after RoPE, and values, of the product for all of them."""
     if config.qkv_bias:
         qkv = qkv + match_rank(weights["qkv_bias"].astype(qkv.dtype), qkv)
-    heads = qkv.reshape(*x.shape[:2], -1, config.head_dim)
+    heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
     if config.qk_norm:
         norms = weights["q_norm"], weights["k_norm"]
@@ -295,14 +341,9 @@ def _qkv(config: DecoderConfig, weights: Params, x: Array, tables: Any) -> tuple
     return *rope(q, k, tables=tables), v
 
 
-def _linear(x: Array, weight: Array, dtype: Any = None) -> Array:
-    """Returns x [.., I] times the transpose of weight [O, I]; in x's dtype, unless one is given."""
-    axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, preferred_element_type=dtype)
-
-
-def _logits(params: Params, config: DecoderConfig, x: Array) -> Array:
-    return _linear(x, output_matrix(params, config), jnp.float32)
+def _logits(params: Params, config: DecoderConfig, x: Array, on_cpu: bool) -> Array:
+    matrix = output_matrix(params, config)[None]
+    return linear(x, matrix, 0, jnp.float32, by_kernel=on_cpu)
 
 
 def _window(config: DecoderConfig) -> tuple[int, int] | None:

@@ -1,0 +1,240 @@
+//! Products of a matrix and a few vectors: those of the layers of a decoder in a step.
+//!
+//! They are bound by reading the matrix, which is read once for all vectors, in the order in which it lies:
+//! nothing is packed. A task has consecutive rows. It multiplies a few of them at a time, whose sums stay in
+//! registers, and asks for the next few meanwhile.
+
+use xentile::{Element, Error, Result};
+
+use crate::parallel::Shared;
+use crate::simd::{LINE_BYTES, Simd};
+use crate::{Job, Launch};
+
+crate::compiled::passes! {
+    /// The pass over elements `E`.
+    struct Passes { multiply: Multiply }
+}
+
+/// Bytes of a task's rows: several tasks a thread, each longer than handing it over.
+const TASK_BYTES: usize = 1 << 17;
+
+/// Rows that are multiplied at a time.
+const ROWS: usize = 4;
+
+/// The extents of a product.
+#[derive(Clone, Copy, Debug)]
+pub struct Extents {
+    /// B.
+    pub vectors: usize,
+    /// O.
+    pub rows: usize,
+    /// I.
+    pub terms: usize,
+}
+
+/// Sets `y` `[B, O]` to the products of the rows of `weight` `[O, I]` and each vector of `x` `[B, I]`, summed
+/// in f32 and rounded once. A sum's order depends on I alone.
+///
+/// # Errors
+/// An array of another length.
+pub fn gemv<E: Element, Y: Element>(
+    launch: Launch<'_>,
+    extents: Extents,
+    x: &[E],
+    weight: &[E],
+    y: &mut [Y],
+) -> Result<()> {
+    let Extents { vectors, rows, terms } = extents;
+    for (name, actual, axes, expected) in [
+        ("x", x.len(), "[B, I]", vectors * terms),
+        ("weight", weight.len(), "[O, I]", rows * terms),
+        ("y", y.len(), "[B, O]", vectors * rows),
+    ] {
+        if actual != expected {
+            return Err(Error::Length { name, actual, axes, expected });
+        }
+    }
+    if vectors == 0 {
+        return Ok(());
+    }
+    let row_bytes = (terms * size_of::<E>()).max(1);
+    let most = (TASK_BYTES / row_bytes).max(1).next_multiple_of(ROWS);
+    let y = Shared::new(y);
+    launch.pool.run(rows.div_ceil(most), &|task| {
+        let first = task * most;
+        let count = most.min(rows - first);
+        let weight = &weight[first * terms..][..count * terms];
+        let mut sums = vec![0.0; vectors * count];
+        let job = Multiply { x, weight, count, terms, sums: &mut sums };
+        (Passes::get().multiply)(launch.isa, job);
+        for (vector, sums) in sums.chunks_exact(count).enumerate() {
+            // SAFETY: these rows are the task's alone.
+            let to = unsafe { y.slice(vector * rows + first, count) };
+            for (to, sum) in to.iter_mut().zip(sums) {
+                *to = Y::from_f32(*sum);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The rows of a task, and the sums `[B, count]`.
+struct Multiply<'a, E> {
+    x: &'a [E],
+    weight: &'a [E],
+    count: usize,
+    terms: usize,
+    sums: &'a mut [f32],
+}
+
+impl<E: Element> Job for Multiply<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let vectors = self.sums.len() / self.count;
+        for row in (0..self.count).step_by(ROWS) {
+            let mut vector = 0;
+            while vector < vectors {
+                // With few registers the sums of two vectors would not stay in them.
+                if S::REGISTERS >= 32 && vector + 2 <= vectors {
+                    self.rows::<S, 2>(s, row, vector);
+                    vector += 2;
+                } else {
+                    self.rows::<S, 1>(s, row, vector);
+                    vector += 1;
+                }
+            }
+        }
+    }
+}
+
+impl<E: Element> Multiply<'_, E> {
+    /// Multiplies the next [`ROWS`] rows, or those that are left, by `VECTORS` vectors.
+    #[inline(always)]
+    fn rows<S: Simd, const VECTORS: usize>(&mut self, s: S, row: usize, vector: usize) {
+        if row + ROWS <= self.count {
+            self.tile::<S, ROWS, VECTORS>(s, row, vector);
+        } else {
+            for row in row..self.count {
+                self.tile::<S, 1, VECTORS>(s, row, vector);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const COUNT: usize, const VECTORS: usize>(
+        &mut self,
+        s: S,
+        row: usize,
+        vector: usize,
+    ) {
+        let Self { x, weight, count, terms, .. } = *self;
+        let x = x[vector * terms..][..VECTORS * terms].as_ptr();
+        let weight = weight[row * terms..][..COUNT * terms].as_ptr();
+        let mut sums = [[[s.splat(0.0); 2]; VECTORS]; COUNT];
+        let whole = terms - terms % S::CHUNK;
+        for column in (0..whole).step_by(S::CHUNK) {
+            // SAFETY: each row has a chunk from here.
+            unsafe {
+                let x: [_; VECTORS] =
+                    std::array::from_fn(|index| s.load(x.add(index * terms + column)));
+                for row in 0..COUNT {
+                    let from = weight.add(row * terms + column);
+                    // Of the rows that come next, in memory too.
+                    let next = from.wrapping_add(COUNT * terms).cast::<u8>();
+                    for line in (0..S::CHUNK * size_of::<E>()).step_by(LINE_BYTES) {
+                        s.prefetch(next.wrapping_add(line));
+                    }
+                    add(s, &mut sums[row], s.load(from), &x);
+                }
+            }
+        }
+        if whole < terms {
+            let load = |from: *const E| {
+                // SAFETY: so many elements of the row are left.
+                unsafe { s.load_part(from.add(whole), terms - whole, E::from_f32(0.0)) }
+            };
+            let x: [_; VECTORS] = std::array::from_fn(|index| load(x.wrapping_add(index * terms)));
+            for (row, sums) in sums.iter_mut().enumerate() {
+                add(s, sums, load(weight.wrapping_add(row * terms)), &x);
+            }
+        }
+        for (index, sums) in sums.iter().enumerate() {
+            for (one, sum) in sums.iter().enumerate() {
+                self.sums[(vector + one) * count + row + index] =
+                    s.sum(s.add(sum[0], sum[1])) as f32;
+            }
+        }
+    }
+}
+
+/// Adds the products of a chunk of weights and one of each vector.
+#[inline(always)]
+fn add<S: Simd, const VECTORS: usize>(
+    s: S,
+    sums: &mut [[S::Vector; 2]; VECTORS],
+    weight: [S::Vector; 2],
+    x: &[[S::Vector; 2]; VECTORS],
+) {
+    for vector in 0..VECTORS {
+        for half in 0..2 {
+            sums[vector][half] = s.mul_add(weight[half], x[vector][half], sums[vector][half]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::{Isa, Threads};
+
+    fn numbers<E: Element>(count: usize, seed: usize) -> Vec<E> {
+        (0..count).map(|i| E::from_f32(((i * i + seed) as f32).sin())).collect()
+    }
+
+    fn check<E: Element>(isa: Isa, extents: Extents) {
+        let Extents { vectors, rows, terms } = extents;
+        let (x, weight) = (numbers::<E>(vectors * terms, 1), numbers::<E>(rows * terms, 2));
+        let pool = Threads::new(2).unwrap();
+        let launch = Launch { isa, pool: &pool };
+        let mut y = vec![f32::NAN; vectors * rows];
+        gemv(launch, extents, &x, &weight, &mut y).unwrap();
+        for (index, found) in y.iter().enumerate() {
+            let (x, row) = (&x[index / rows * terms..], &weight[index % rows * terms..]);
+            let products = x.iter().zip(row).take(terms).map(|(x, w)| x.to_f64() * w.to_f64());
+            let (sum, size) = products.fold((0.0, 0.0), |(a, b), one| (a + one, b + one.abs()));
+            assert!((f64::from(*found) - sum).abs() <= 1e-6 * size, "{index}: {found}, not {sum}");
+        }
+        // A vector by itself has the same bits, and a result is a sum that is rounded.
+        let mut alone = vec![E::from_f32(f32::NAN); rows];
+        let first = Extents { vectors: 1, ..extents };
+        gemv(launch, first, &x[..terms], &weight, &mut alone).unwrap();
+        for (alone, beside) in alone.iter().zip(&y) {
+            assert_eq!(alone.to_f32(), E::from_f32(*beside).to_f32());
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_multiplies() {
+        for isa in Isa::available() {
+            for (vectors, rows, terms) in [(1, 9, 64), (3, 5, 77), (8, 700, 128), (2, 3, 0)] {
+                let extents = Extents { vectors, rows, terms };
+                check::<f32>(isa, extents);
+                check::<bf16>(isa, extents);
+                check::<f16>(isa, extents);
+            }
+        }
+    }
+
+    #[test]
+    fn arrays_of_another_length_are_refused() {
+        let pool = Threads::new(1).unwrap();
+        let launch = Launch { isa: Isa::detect(), pool: &pool };
+        let extents = Extents { vectors: 1, rows: 2, terms: 3 };
+        let error = gemv(launch, extents, &[0.0; 3], &[0.0; 5], &mut [0.0; 2]).unwrap_err();
+        assert_eq!(error.to_string(), "weight holds 5 elements; [O, I] needs 6");
+    }
+}

@@ -1,0 +1,103 @@
+"""Kernels of a step for CPUs, which read weights and cache once, where they are.
+
+XLA's own program for CPUs converts matrices of 16 bits to float32 at every step, and the whole cache
+wherever a layer writes to it.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import library
+from ..checks import is_traced
+from .config import DecoderConfig
+
+Array = jax.Array
+GEMV, APPEND, ATTENTION = (
+    "xentile_gemv",
+    "xentile_kv_cache_append",
+    "xentile_kv_cache_attention",
+)
+# The most tokens of a product.
+MOST_TOKENS = 32
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, each [L, B, S, K, head_dim], in the parameters' dtype."""
+
+    keys: Array
+    values: Array
+
+
+def are_usable(params: Any) -> bool:
+    """Returns whether the kernels run on parameters where a program is for CPUs."""
+    outcome = library.attempt()
+    if isinstance(outcome, library.LibraryError):
+        return False
+    if not all("cpu" in outcome[1].platforms_of(target) for target in (GEMV, APPEND, ATTENTION)):
+        return False
+    # The kernels are for one device: XLA would gather sharded arrays.
+    return len(jax.devices("cpu")) == 1 or not any(
+        is_traced(one) or len(one.sharding.device_set) > 1 for one in jax.tree.leaves(params)
+    )
+
+
+def linear(
+    x: Array, weights: Array, layer: Array | int, dtype: Any = None, *, by_kernel: bool
+) -> Array:
+    """Returns x [.., I] times the transpose of weights[layer], of weights [L, O, I].
+
+    Args:
+        x: Tokens.
+        weights: Those of all layers.
+        layer: The layer's index.
+        dtype: That of the result; None for that of x.
+        by_kernel: Whether few tokens take the kernel on CPUs.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    operands = x, weights, jnp.asarray(layer, jnp.int32)
+    by_xla = partial(_dot, dtype=dtype)
+    has_kernel = x.dtype == weights.dtype and math.prod(x.shape[:-1]) <= MOST_TOKENS
+    if not (by_kernel and has_kernel):
+        return by_xla(*operands)
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], weights.shape[1]), dtype)
+    call = jax.ffi.ffi_call(GEMV, result, vmap_method="sequential")
+    found: Array = jax.lax.platform_dependent(*operands, cpu=call, default=by_xla)
+    return found
+
+
+def _dot(x: Array, weights: Array, layer: Array, dtype: Any) -> Array:
+    weight = jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, preferred_element_type=dtype)
+
+
+def append(cache: Cache, keys: Array, values: Array, layer: Array, positions: Array) -> Cache:
+    """Returns the cache with `keys` and `values` [B, T, K, head_dim] of a layer, in its place.
+
+    Rows go to positions [B] and those that follow; those that are not in the cache are dropped.
+    """
+    results = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in cache]
+    call = jax.ffi.ffi_call(
+        APPEND, results, vmap_method="sequential", input_output_aliases={0: 0, 1: 1}
+    )
+    return Cache(*call(*cache, keys, values, layer, positions))
+
+
+def attend(
+    config: DecoderConfig, q: Array, cache: Cache, layer: Array, lengths: Array
+) -> Array:
+    """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer."""
+    heads = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+    result = jax.ShapeDtypeStruct(heads.shape, heads.dtype)
+    call = jax.ffi.ffi_call(ATTENTION, result, vmap_method="sequential")
+    attributes = {
+        "window": np.int64(config.window or cache.keys.shape[2]),
+        "scale": np.float64(config.head_dim**-0.5),
+    }
+    o: Array = call(heads, *cache, layer, lengths, **attributes)
+    return o.reshape(q.shape)
