@@ -197,6 +197,8 @@ OPERATIONS = (
     *(folder.parent.name for folder in DECLARED.parent.glob("*/__init__.py")),
     "adamw",
     "decode_step",
+    "gemv",
+    "kv_cache",
     "layer_norm",
     "qk_norm_rope",
     "rms_norm",

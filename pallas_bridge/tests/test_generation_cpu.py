@@ -66,7 +66,9 @@ def test_prompts_are_those_of_xla(rng: np.random.Generator, dtype: str) -> None:
     params = draw_params(rng, config, dtype)
     tokens, lengths = jnp.asarray(rng.integers(0, 61, (2, 7))), jnp.array([7, 4])
     (found, cache), (expected, other) = (
-        model._prefill(params, config, init_cache(config, 2, LENGTH, dtype=dtype), tokens, lengths, flag)
+        model._prefill(
+            params, config, init_cache(config, 2, LENGTH, dtype=dtype), tokens, lengths, flag
+        )
         for flag in (True, False)
     )
     bound = {"float32": 1e-4, "bfloat16": 0.2, "float16": 0.02}[dtype]

@@ -45,7 +45,12 @@ impl Extents {
         self.kv_heads * self.head_dim
     }
 
-    fn check<T>(name: &'static str, array: &[T], axes: &'static str, expected: usize) -> Result<()> {
+    fn check<T>(
+        name: &'static str,
+        array: &[T],
+        axes: &'static str,
+        expected: usize,
+    ) -> Result<()> {
         let actual = array.len();
         let error = Error::Length { name, actual, axes, expected };
         if actual == expected { Ok(()) } else { Err(error) }
@@ -127,7 +132,8 @@ pub fn attend<E: Element>(
         end.saturating_sub(window)..end
     };
     // Tasks of a sequence and head that have positions, at least one: there the result is written.
-    let splits = (0..sequences).map(|sequence| seen(sequence).end.div_ceil(SPLIT)).max().unwrap_or(0).max(1);
+    let splits =
+        (0..sequences).map(|sequence| seen(sequence).end.div_ceil(SPLIT)).max().unwrap_or(0).max(1);
     // Of each task and head of queries: the sums of values, the largest score, and the sum of powers.
     let each = group * (padded + 2);
     let mut partials = vec![0.0_f32; sequences * kv_heads * splits * each];
@@ -249,17 +255,18 @@ impl<E: Element> Attend<'_, E> {
         let from = row[column..][..left].as_ptr();
         // SAFETY: the slice has as many elements.
         unsafe {
-            if left == S::CHUNK {
-                s.load(from)
-            } else {
-                s.load_part(from, left, E::from_f32(0.0))
-            }
+            if left == S::CHUNK { s.load(from) } else { s.load_part(from, left, E::from_f32(0.0)) }
         }
     }
 
     /// Products of queries and the key of a position.
     #[inline(always)]
-    fn dots<S: Simd, const COUNT: usize>(&self, s: S, head: usize, position: usize) -> [f32; COUNT] {
+    fn dots<S: Simd, const COUNT: usize>(
+        &self,
+        s: S,
+        head: usize,
+        position: usize,
+    ) -> [f32; COUNT] {
         let key = &self.keys[position * self.step..];
         let next = key.as_ptr().wrapping_add(AHEAD * self.step).cast::<u8>();
         for line in (0..self.head_dim * size_of::<E>()).step_by(LINE_BYTES) {
@@ -400,8 +407,7 @@ mod tests {
         let q = numbers::<E>(sequences * heads * head_dim, 3);
         let pool = Threads::new(2).unwrap();
         let scale = 0.25;
-        let operands =
-            Operands { q: &q, keys: &keys, values: &values, lengths, window, scale };
+        let operands = Operands { q: &q, keys: &keys, values: &values, lengths, window, scale };
         let mut o = vec![E::from_f32(f32::NAN); q.len()];
         attend(Launch { isa, pool: &pool }, extents, operands, &mut o).unwrap();
         for (index, found) in o.chunks_exact(head_dim).enumerate() {

@@ -112,9 +112,10 @@ impl<'a> Parameter<'a> for Options {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let (window, scale): (i64, f64) =
             (decoder.parameter("window")?, decoder.parameter("scale")?);
-        let window = usize::try_from(window).ok().filter(|window| *window > 0).ok_or_else(|| {
-            invalid(format_args!("attribute window is {window}; it must be at least 1"))
-        })?;
+        let window =
+            usize::try_from(window).ok().filter(|window| *window > 0).ok_or_else(|| {
+                invalid(format_args!("attribute window is {window}; it must be at least 1"))
+            })?;
         let scale = scale as f32;
         if !(scale.is_finite() && scale > 0.0) {
             return Err(invalid(format_args!(

@@ -88,9 +88,7 @@ def append(cache: Cache, keys: Array, values: Array, layer: Array, positions: Ar
     return Cache(*call(*cache, keys, values, layer, positions))
 
 
-def attend(
-    config: DecoderConfig, q: Array, cache: Cache, layer: Array, lengths: Array
-) -> Array:
+def attend(config: DecoderConfig, q: Array, cache: Cache, layer: Array, lengths: Array) -> Array:
     """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer."""
     heads = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
     result = jax.ShapeDtypeStruct(heads.shape, heads.dtype)
