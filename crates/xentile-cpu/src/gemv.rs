@@ -139,14 +139,14 @@ impl<E: Element> Multiply<'_, E> {
             unsafe {
                 let x: [_; VECTORS] =
                     std::array::from_fn(|index| s.load(x.add(index * terms + column)));
-                for row in 0..COUNT {
+                for (row, sums) in sums.iter_mut().enumerate() {
                     let from = weight.add(row * terms + column);
                     // Of the rows that come next, in memory too.
                     let next = from.wrapping_add(COUNT * terms).cast::<u8>();
                     for line in (0..S::CHUNK * size_of::<E>()).step_by(LINE_BYTES) {
                         s.prefetch(next.wrapping_add(line));
                     }
-                    add(s, &mut sums[row], s.load(from), &x);
+                    add(s, sums, s.load(from), &x);
                 }
             }
         }

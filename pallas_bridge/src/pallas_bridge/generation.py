@@ -9,11 +9,12 @@ the device. Each is a function of its own too. They compute in the parameters' d
 RoPE, attention and activation of this package and by XLA's matrix products.
 """
 
+from ._src.generation.cache import Cache, init_cache
 from ._src.generation.checkpoints import load_hugging_face
 from ._src.generation.config import DecoderConfig
 from ._src.generation.generate import Generated, generate
 from ._src.generation.kernel import pack
-from ._src.generation.model import Cache, decode_step, init_cache, prefill
+from ._src.generation.model import decode_step, prefill
 from ._src.generation.parameters import init_params
 from ._src.generation.sampling import sample
 

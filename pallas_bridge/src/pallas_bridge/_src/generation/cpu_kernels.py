@@ -1,12 +1,12 @@
 """Kernels of a step for CPUs, which read weights and cache once, where they are.
 
-XLA's own program for CPUs converts matrices of 16 bits to float32 at every step, and the whole cache
-wherever a layer writes to it.
+XLA's own program for CPUs converts matrices of 16 bits to float32 at every step, and the whole
+cache in every layer.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import library
 from ..checks import is_traced
+from .cache import Cache
 from .config import DecoderConfig
 
 Array = jax.Array
@@ -24,13 +25,6 @@ GEMV, APPEND, ATTENTION = (
 )
 # The most tokens of a product.
 MOST_TOKENS = 32
-
-
-class Cache(NamedTuple):
-    """Keys and values of all layers, each [L, B, S, K, head_dim], in the parameters' dtype."""
-
-    keys: Array
-    values: Array
 
 
 def are_usable(params: Any) -> bool:
@@ -89,7 +83,7 @@ def append(cache: Cache, keys: Array, values: Array, layer: Array, positions: Ar
 
 
 def attend(config: DecoderConfig, q: Array, cache: Cache, layer: Array, lengths: Array) -> Array:
-    """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer."""
+    """Returns attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer."""
     heads = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
     result = jax.ShapeDtypeStruct(heads.shape, heads.dtype)
     call = jax.ffi.ffi_call(ATTENTION, result, vmap_method="sequential")

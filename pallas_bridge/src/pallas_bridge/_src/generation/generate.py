@@ -14,14 +14,13 @@ from jax.typing import ArrayLike
 from ..checks import as_array, is_traced
 from ..keywords import hinted
 from . import kernel
+from .cache import Cache, init_cache
 from .config import DecoderConfig
 from .model import (
     LARGEST_PAGE,
-    Cache,
     check_integers,
     check_tokens,
     decode_step,
-    init_cache,
     position_tables,
     prefill,
 )

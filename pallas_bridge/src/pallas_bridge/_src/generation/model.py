@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ..activation.api import swiglu
 from ..arrays import match_rank
@@ -25,8 +25,9 @@ from ..rope.qk_norm import qk_norm_rope
 from ..rope.scaling import frequencies
 from ..rope.tables import tables as rope_tables
 from . import cpu_kernels, kernel
+from .cache import Cache
 from .config import DecoderConfig
-from .cpu_kernels import Cache, linear
+from .cpu_kernels import linear
 from .parameters import Params, check_params, output_matrix
 
 Array = jax.Array
@@ -34,22 +35,6 @@ Array = jax.Array
 LARGEST_PAGE = 128
 # Those of a layer, by their names in the parameters.
 MATRICES = ("qkv", "out", "gate_up", "down")
-
-
-@hinted
-def init_cache(
-    config: DecoderConfig, batch: int, length: int, *, dtype: DTypeLike = jnp.bfloat16
-) -> Cache:
-    """Returns a cache of zeros.
-
-    Args:
-      config: the decoder's.
-      batch: sequences, B.
-      length: the most tokens of a sequence, S: prompt and generated ones.
-      dtype: that of the parameters.
-    """
-    shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 @hinted
