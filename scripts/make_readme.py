@@ -41,7 +41,7 @@ def platforms() -> str:
     """Returns what runs on each platform, for a library built for CPUs and NVIDIA GPUs."""
     sys.path.insert(0, str(ROOT / "pallas_bridge" / "src"))
     from pallas_bridge._src import library
-    from pallas_bridge._src.implementations import SHORT, operations_by_platform
+    from pallas_bridge._src.info import SHORT, operations_by_platform
 
     text = (ROOT / "pallas_bridge/src/pallas_bridge/_src/targets.json").read_text(encoding="utf-8")
     handlers = [

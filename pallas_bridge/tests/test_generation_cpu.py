@@ -12,6 +12,8 @@ from pallas_bridge._src.generation import cpu_kernels, model
 from pallas_bridge.generation import Cache, DecoderConfig, init_cache
 from test_generation import CONFIGS, SMALL, draw_params
 
+import pallas_bridge
+
 pytestmark = pytest.mark.only("cpu", "the kernels are for CPUs")
 DTYPES = ["float32", "bfloat16", "float16"]
 LENGTH = 12
@@ -97,3 +99,9 @@ def test_a_step_neither_copies_nor_converts_its_cache() -> None:
 
 def model_params(dtype: str) -> Any:
     return draw_params(np.random.default_rng(0), SMALL, dtype)
+
+
+def test_info_says_how_a_step_runs() -> None:
+    details = pallas_bridge.info().details()
+    assert "generation on cpu: kernels that read weights and cache once, for up to 32" in details
+    assert "generation on cuda: XLA's products" in details or "Qwen3-0.6B" in details

@@ -41,7 +41,7 @@ from ._src.fp8_quantize.api import (
     rms_norm_fp8,
     swiglu_fp8,
 )
-from ._src.implementations import Info, PlatformInfo, info
+from ._src.info import Info, PlatformInfo, info
 from ._src.library import LibraryError, get_include, get_library
 from ._src.linear_attention.api import gated_delta_rule, linear_attention
 from ._src.linear_cross_entropy.api import (

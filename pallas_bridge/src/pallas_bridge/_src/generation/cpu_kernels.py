@@ -27,12 +27,15 @@ GEMV, APPEND, ATTENTION = (
 MOST_TOKENS = 32
 
 
+def are_in(loaded: library.Library) -> bool:
+    """Returns whether a library has the kernels."""
+    return all("cpu" in loaded.platforms_of(target) for target in (GEMV, APPEND, ATTENTION))
+
+
 def are_usable(params: Any) -> bool:
     """Returns whether the kernels run on parameters where a program is for CPUs."""
     outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    if not all("cpu" in outcome[1].platforms_of(target) for target in (GEMV, APPEND, ATTENTION)):
+    if isinstance(outcome, library.LibraryError) or not are_in(outcome[1]):
         return False
     # The kernels are for one device: XLA would gather sharded arrays.
     return len(jax.devices("cpu")) == 1 or not any(

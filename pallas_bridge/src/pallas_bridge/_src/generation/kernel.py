@@ -76,7 +76,7 @@ def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
     is_one = len(devices) == 1 or not any(
         is_traced(one) or len(one.sharding.device_set) > 1 for one in arrays
     )
-    return is_one and all(map(_is_large_hopper, devices))
+    return is_one and all(map(is_large_hopper, devices))
 
 
 def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
@@ -98,7 +98,7 @@ def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
     return is_usable(params, config, batch)
 
 
-def _is_large_hopper(device: Any) -> bool:
+def is_large_hopper(device: Any) -> bool:
     """Returns whether a GPU is Hopper's, with a multiprocessor for each CTA: they run at once."""
     if getattr(device, "compute_capability", None) != "9.0":
         return False

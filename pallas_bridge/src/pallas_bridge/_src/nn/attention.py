@@ -20,7 +20,7 @@ from ..flash_attention.options import (
     check_options,
     check_window,
 )
-from ..implementations import info
+from ..info import info
 from ..keywords import hinted
 from .masks import (
     AttentionMask,

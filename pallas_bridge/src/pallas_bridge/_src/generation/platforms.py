@@ -1,0 +1,40 @@
+"""How a step of a decoder runs on each platform, in words."""
+
+import jax
+
+from .. import library
+from . import cpu_kernels, kernel
+
+
+def describe(loaded: library.Library | None) -> tuple[str, ...]:
+    """Returns a line for CPUs and for NVIDIA GPUs, with a library or none."""
+    return f"cpu: {_on_cpu(loaded)}", f"cuda: {_on_cuda(loaded)}"
+
+
+def _on_cpu(loaded: library.Library | None) -> str:
+    if loaded is None or not cpu_kernels.are_in(loaded):
+        return "XLA's products; the library has no kernels of a step"
+    return (
+        f"kernels that read weights and cache once, for up to {cpu_kernels.MOST_TOKENS} sequences "
+        "on one device"
+    )
+
+
+def _on_cuda(loaded: library.Library | None) -> str:
+    by_layers = "XLA's products and kernels of layers"
+    if loaded is None or "cuda" not in loaded.platforms_of(kernel.TARGET):
+        return f"{by_layers}; the library has no kernel of a step"
+    takes = (
+        f"one kernel a step in bfloat16, for up to {kernel.LARGEST_BATCH} sequences on one GPU and "
+        f"the dimensions of {', '.join(kernel.DIMENSIONS)}; else {by_layers}"
+    )
+    try:
+        small = [one for one in jax.devices("cuda") if not kernel.is_large_hopper(one)]
+    except RuntimeError:
+        return takes
+    if small:
+        return (
+            f"{by_layers}: {small[0].device_kind} is not of compute capability 9.0 with "
+            f"{kernel.CTAS} multiprocessors, as the kernel of a step needs"
+        )
+    return takes
