@@ -319,10 +319,6 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initiali
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
-/* xentile_gemv: The products of a few vectors x and the rows of one layer's weight, summed in
- * f32; each weight is read once. (x, weight, layer) -> (y). */
-struct XLA_FFI_Error* xentile_gemv_host(struct XLA_FFI_CallFrame* call_frame);
-
 /* xentile_kv_cache_append: The cache with rows of a layer's keys and values, of each sequence
  * from a position on; rows whose position is not in the cache are dropped. (keys, values,
  * new_keys, new_values, layer, position) -> (all_keys, all_values). */
@@ -332,6 +328,10 @@ struct XLA_FFI_Error* xentile_kv_cache_append_host(struct XLA_FFI_CallFrame* cal
  * of a layer's cache, of which it sees the last ones in a window; 0 where a length is not in
  * 1..=S. (q, keys, values, layer, length) -> (o). */
 struct XLA_FFI_Error* xentile_kv_cache_attention_host(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_linear: The products of tokens x and the rows of one layer's weight, summed in f32 and
+ * rounded once. (x, weight, layer) -> (y). */
+struct XLA_FFI_Error* xentile_linear_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_attention_forward: Linear attention, or with b the gated delta rule, and the
  * state after each group of chunks. (q, k, v, g, b, initial_state) -> (o, states, decays,

@@ -1,10 +1,9 @@
-"""Kernels of a step for CPUs, which read weights and cache once, where they are.
+"""Kernels of a decoder for CPUs, which read weights and cache once, where they are.
 
-XLA's own program for CPUs converts matrices of 16 bits to float32 at every step, and the whole
+XLA's own program for CPUs converts matrices of 16 bits to float32 in every step, and the whole
 cache in every layer.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,16 @@ from .cache import Cache
 from .config import DecoderConfig
 
 Array = jax.Array
-GEMV, APPEND, ATTENTION = (
-    "xentile_gemv",
+LINEAR, APPEND, ATTENTION = (
+    "xentile_linear",
     "xentile_kv_cache_append",
     "xentile_kv_cache_attention",
 )
-# The most tokens of a product.
-MOST_TOKENS = 32
 
 
 def are_in(loaded: library.Library) -> bool:
     """Returns whether a library has the kernels."""
-    return all("cpu" in loaded.platforms_of(target) for target in (GEMV, APPEND, ATTENTION))
+    return all("cpu" in loaded.platforms_of(target) for target in (LINEAR, APPEND, ATTENTION))
 
 
 def are_usable(params: Any) -> bool:
@@ -53,16 +50,15 @@ def linear(
         weights: Those of all layers.
         layer: The layer's index.
         dtype: That of the result; None for that of x.
-        by_kernel: Whether few tokens take the kernel on CPUs.
+        by_kernel: Whether CPUs take the kernel, where both are of one dtype.
     """
     dtype = x.dtype if dtype is None else dtype
     operands = x, weights, jnp.asarray(layer, jnp.int32)
     by_xla = partial(_dot, dtype=dtype)
-    has_kernel = x.dtype == weights.dtype and math.prod(x.shape[:-1]) <= MOST_TOKENS
-    if not (by_kernel and has_kernel):
+    if not by_kernel or x.dtype != weights.dtype:
         return by_xla(*operands)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], weights.shape[1]), dtype)
-    call = jax.ffi.ffi_call(GEMV, result, vmap_method="sequential")
+    call = jax.ffi.ffi_call(LINEAR, result, vmap_method="sequential")
     found: Array = jax.lax.platform_dependent(*operands, cpu=call, default=by_xla)
     return found
 

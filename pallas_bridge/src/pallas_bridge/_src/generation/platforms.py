@@ -13,11 +13,8 @@ def describe(loaded: library.Library | None) -> tuple[str, ...]:
 
 def _on_cpu(loaded: library.Library | None) -> str:
     if loaded is None or not cpu_kernels.are_in(loaded):
-        return "XLA's products; the library has no kernels of a step"
-    return (
-        f"kernels that read weights and cache once, for up to {cpu_kernels.MOST_TOKENS} sequences "
-        "on one device"
-    )
+        return "XLA's products; the library has no kernels of a decoder"
+    return "kernels that read weights and cache once, on one device"
 
 
 def _on_cuda(loaded: library.Library | None) -> str:

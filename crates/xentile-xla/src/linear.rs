@@ -1,4 +1,4 @@
-//! Products of a layer's matrix and a few vectors: the shapes of its target, for CPUs alone.
+//! Products of tokens and a layer's matrix: the shapes of the target, for CPUs alone.
 
 pub(crate) mod cpu;
 
@@ -6,12 +6,11 @@ use xla_ffi::{Error, Result};
 
 use crate::declaration::{Declaration, Dtype, FLOATS, S32, Stages, input, output};
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[GEMV];
+pub(crate) const DECLARATIONS: &[Declaration] = &[LINEAR];
 
-pub(crate) const GEMV: Declaration = Declaration {
-    name: c"xentile_gemv",
-    summary: "The products of a few vectors x and the rows of one layer's weight, summed in f32; each weight is \
-              read once.",
+pub(crate) const LINEAR: Declaration = Declaration {
+    name: c"xentile_linear",
+    summary: "The products of tokens x and the rows of one layer's weight, summed in f32 and rounded once.",
     cuda: Stages::None,
     operands: &[
         input("x", "*batch I", FLOATS),

@@ -1,6 +1,6 @@
-//! Products of a layer's matrix and a few vectors on the CPU.
+//! Products of tokens and a layer's matrix on the CPU.
 
-use xentile_cpu::gemv::{Extents, gemv};
+use xentile_cpu::linear::{Extents, linear};
 use xentile_cpu::{Isa, Launch};
 use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, Error, Result, ThreadPool};
 
@@ -12,7 +12,7 @@ use crate::target::target_list;
 target_list! {
     HOST;
 
-    super::GEMV: fn xentile_gemv_host = multiply(x, weight, layer, y, pool);
+    super::LINEAR: fn xentile_linear_host = multiply(x, weight, layer, y, pool);
 }
 
 fn multiply(
@@ -22,18 +22,18 @@ fn multiply(
     y: AnyBufferMut,
     pool: ThreadPool,
 ) -> Result {
-    let (layer, [vectors, rows, terms]) =
+    let (layer, [tokens, rows, terms]) =
         check(x.dims(), weight.dims(), layer.as_slice()[0], y.dims())?;
     let pool = Pool(pool);
     let launch = Launch { isa: Isa::detect(), pool: &pool };
-    let extents = Extents { vectors, rows, terms };
+    let extents = Extents { tokens, rows, terms };
     with_element!(x.dtype(), "x", E => {
         let (x, weight) = (x.typed::<E, ANY_RANK>()?, weight.typed::<E, ANY_RANK>()?);
         let each = rows * terms;
         let weight = &weight.as_slice()[layer * each..][..each];
         with_element!(y.dtype(), "y", Y => {
             let y = y.typed::<Y, ANY_RANK>()?.into_slice();
-            gemv(launch, extents, x.as_slice(), weight, y)
+            linear(launch, extents, x.as_slice(), weight, y)
                 .map_err(|error| Error::invalid_argument(error.to_string()))
         })
     })
