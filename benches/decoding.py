@@ -1,0 +1,114 @@
+"""A step of a decoder, and its prompt, by this package, by XLA's products, and reading the weights.
+
+    python benches/decoding.py [--json FILE] [--model NAME] [--batch B ..] [--prompt T] [--seconds S]
+
+Weights are random, in bfloat16. `step` is `decode_step` at 1000 positions as users call it, packed
+weights included, and `prompt` `prefill` of one sequence; `xla` and `xla prompt` are the same programs
+with XLA's products and its updates of the cache. `read` reads as many bytes as weights and the
+cache's 1000 positions have, and does nothing else: on CPUs by a thread a core, elsewhere by XLA.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import Row, Start
+from pallas_bridge._src.generation import model as program
+
+from pallas_bridge import generation
+
+POSITIONS = 1000
+
+
+def reader(moved: int) -> Start:
+    """Returns a program that reads so many bytes."""
+    if jax.default_backend() != "cpu":
+        words = jnp.ones(moved // 4, jnp.int32)
+        return partial(jax.jit(jnp.sum), words)
+    count = os.cpu_count() or 1
+    parts = np.array_split(np.ones(moved // 8), count)
+    pool = ThreadPoolExecutor(count)
+    return lambda: [*pool.map(np.sum, parts)]
+
+
+def measure(config: Any, batch: int, prompt: int, seconds: float) -> Row:
+    """Measures programs of so many sequences in turns."""
+    init = partial(generation.init_params, config, dtype=jnp.bfloat16)
+    params = generation.pack(jax.jit(init)(), config)
+    length = max(POSITIONS, prompt) + 24
+    caches = {
+        name: generation.init_cache(config, batch if "prompt" not in name else 1, length)
+        for name in ("step", "xla", "prompt", "xla prompt")
+    }
+    tokens, positions = jnp.zeros(batch, jnp.int32), jnp.full(batch, POSITIONS)
+    text, lengths = jnp.zeros((1, prompt), jnp.int32), jnp.full(1, prompt)
+    cached = 2 * batch * POSITIONS * config.layers * config.kv_heads * config.head_dim * 2
+    weights = sum(x.nbytes for x in jax.tree.leaves({**params, "packed": None}))
+    by_xla: dict[str, Callable[[Any], Any]] = {
+        "xla": lambda cache: program._decode_step(
+            params, config, cache, tokens, positions, False, False
+        ),
+        "xla prompt": lambda cache: program._prefill(params, config, cache, text, lengths, False),
+    }
+    ours: dict[str, Callable[[Any], Any]] = {
+        "step": lambda cache: generation.decode_step(params, config, cache, tokens, positions),
+        "prompt": lambda cache: generation.prefill(params, config, cache, text, lengths),
+    }
+
+    def start(name: str, run: Callable[[Any], Any]) -> Any:
+        # Each donates its cache.
+        found, caches[name] = run(caches[name])
+        return found
+
+    starts: dict[str, Start] = {
+        name: partial(start, name, run) for name, run in (ours | by_xla).items()
+    }
+    starts["read"] = reader(weights + cached)
+    # One call a turn: XLA's may take seconds.
+    turns = {name: partial(harness.wall_clock(one), 1) for name, one in starts.items()}
+    times = harness.in_turns(turns, least=5, seconds=seconds)
+    row: Row = {**harness.compared_times(times, 1, "read", "reads")}
+    return row | {"bytes": weights + cached}
+
+
+def main() -> int:
+    """Measures, prints a table and writes JSON after every row."""
+    parser = harness.parser(__doc__, seconds=10)
+    parser.add_argument("--model", default="qwen3-0.6b", help="a preset of examples/generate")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=512, metavar="T")
+    options = parser.parse_args()
+    sys.path.append(str(harness.ROOT / "examples"))
+    from generate.presets import PRESETS
+
+    config = PRESETS[options.model]
+
+    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for batch in options.batch:
+            of = {"model": options.model, "batch": batch, "prompt": options.prompt}
+            yield of, partial(measure, config, batch, options.prompt, options.seconds)
+
+    names = ("step", "xla", "read", "prompt", "xla prompt")
+
+    def texts(row: Row) -> list[str]:
+        times = [harness.milliseconds_of(row, name) for name in names]
+        return [
+            row["model"],
+            str(row["batch"]),
+            *times,
+            *harness.ratios_of(row, ("step", "xla"), "reads"),
+        ]
+
+    heads = ["model", "sequences", *(f"{name} ms" for name in names), "step / read", "xla / read"]
+    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
