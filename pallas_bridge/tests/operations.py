@@ -4,18 +4,19 @@ An operation may have its cases in its own test file, as `CASES`.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from cases import EXTENTS, Case, Options, case
 
 import pallas_bridge as pb
 
-__all__ = ["CASES", "EXTENTS", "Case", "Options"]
+__all__ = ["CASES", "EXTENTS", "Case", "Options", "one_an_operation"]
 
 
 def _everything(z: Any, y: Any, c: Any, **options: Any) -> Any:
@@ -271,3 +272,15 @@ def _of_files() -> tuple[Case, ...]:
 
 
 CASES = (*OWN, *_of_files())
+
+
+def one_an_operation(parameters: Iterable[Any]) -> list[Any]:
+    """Returns parameters, cases or their names; further ways to call an operation are nightly."""
+    found, seen = [], set[str]()
+    for one in parameters:
+        name, values = (one, (one,)) if isinstance(one, str) else (one.id, one.values)
+        operation = name.split(" ")[0]
+        marks = (pytest.mark.nightly,) if operation in seen else ()
+        seen.add(operation)
+        found.append(pytest.param(*values, id=name, marks=marks))
+    return found

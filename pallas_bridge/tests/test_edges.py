@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from operations import CASES, EXTENTS, Case
+from operations import CASES, EXTENTS, Case, one_an_operation
 from placement import PLATFORM
 
 import pallas_bridge as pb
@@ -43,7 +43,7 @@ def check_empty(case: Case, arrays: Any, outputs: Any, gradients: Any) -> None:
         np.testing.assert_array_equal(np.asarray(gradient, np.float32), 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_an_operation(NAMES))
 def test_no_tokens(rng: np.random.Generator, name: str) -> None:
     case = BY_NAME[name]
 
@@ -61,7 +61,7 @@ def test_no_tokens(rng: np.random.Generator, name: str) -> None:
             traced.lower(lowering_platforms=("tpu",))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_an_operation(NAMES))
 def test_no_tokens_in_16_bits_and_with_options(rng: np.random.Generator, name: str) -> None:
     case = BY_NAME[name]
     extents = empty_extents(case)[0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CASES, EXTENTS, Case
+from operations import CASES, EXTENTS, Case, one_an_operation
 
 LENGTH = EXTENTS["B"]
 DIFFERENTIABLE = [pytest.param(one, id=one.name) for one in CASES if one.has_gradient]
@@ -118,7 +118,7 @@ def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize("case", DIFFERENTIABLE)
+@pytest.mark.parametrize("case", one_an_operation(DIFFERENTIABLE))
 def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng)
     tangents = numbers(rng, [*arrays], LENGTH)
@@ -164,7 +164,7 @@ def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> 
     assert_same(found, jax.jit(jax.grad(by_loop, moving))(*arrays))
 
 
-@pytest.mark.parametrize("case", DIFFERENTIABLE)
+@pytest.mark.parametrize("case", one_an_operation(DIFFERENTIABLE))
 def test_scan_adds_gradients_up(rng: np.random.Generator, case: Case) -> None:
     """Gradients of what every step shares are sums over the steps."""
     first, *shared = case.arrays(rng)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
-from operations import CASES, Case
+from operations import CASES, Case, one_an_operation
 from test_sharding import GATHERED, SMALL, exchanged, is_in
 
 import pallas_bridge
@@ -105,7 +105,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def layouts() -> Iterator[Any]:
-    """Every case with the layouts that need no gather, and the partitioner."""
+    """Every case with the layouts that need no gather, and the partitioner; GSPMD nightly."""
     for case in CASES:
         dims = {dim for one in case.arguments for dim in one.dims}
         for layout in LAYOUTS:
@@ -116,7 +116,8 @@ def layouts() -> Iterator[Any]:
             yield pytest.param(case, layout, True, id=f"{case.name}-{layout}-shardy")
             # GSPMD gathers tokens for the products of a linear loss.
             if "linear" not in case.name or "S" not in layout:
-                yield pytest.param(case, layout, False, id=f"{case.name}-{layout}-gspmd")
+                name = f"{case.name}-{layout}-gspmd"
+                yield pytest.param(case, layout, False, id=name, marks=pytest.mark.nightly)
 
 
 @pytest.mark.fixed
@@ -150,9 +151,10 @@ def test_tokens_and_heads_over_two_axes(
 
 
 BATCHED = [one for one in CELLS if "B" in one.values[0].arguments[0].dims]
+ONE_EACH = one_an_operation(one for one in BATCHED if one.values[0].has_gradient)
 
 
-@pytest.mark.parametrize("case", [one for one in BATCHED if one.values[0].has_gradient])
+@pytest.mark.parametrize("case", ONE_EACH)
 def test_tokens_that_do_not_divide_evenly(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng, **{**EXTENTS, "B": 8})
     mesh = mesh_of(AxisType.Auto)
@@ -168,7 +170,7 @@ def test_tokens_that_do_not_divide_evenly(rng: np.random.Generator, case: Case) 
 
 
 @pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=str)
-@pytest.mark.parametrize("case", [one for one in BATCHED if one.values[0].has_gradient])
+@pytest.mark.parametrize("case", ONE_EACH)
 def test_manual_axes_beside_those_of_xla(
     rng: np.random.Generator, case: Case, manual: set[str]
 ) -> None:
@@ -243,7 +245,7 @@ def test_warnings_never_stop_a_program(
         check_close([jax.jit(gradient)(placed)], [jax.jit(gradient)(x)])
 
 
-@pytest.mark.parametrize("case", CELLS)
+@pytest.mark.parametrize("case", one_an_operation(CELLS))
 def test_no_tokens_on_a_mesh(rng: np.random.Generator, case: Case) -> None:
     dim = next(name for name in ("B", "S", "M") if name in case.arguments[0].dims)
     arrays = case.arrays(rng, **{**EXTENTS, dim: 0})
@@ -256,7 +258,9 @@ def test_no_tokens_on_a_mesh(rng: np.random.Generator, case: Case) -> None:
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("case", [one for one in CELLS if one.values[0].has_gradient])
+@pytest.mark.parametrize(
+    "case", one_an_operation(one for one in CELLS if one.values[0].has_gradient)
+)
 def test_gradients_without_jit_under_a_mesh(seed: int, case: Case) -> None:
     arrays, expected = on_one_device(case, seed)
     with jax.set_mesh(mesh_of(AxisType.Auto)):

@@ -101,26 +101,30 @@ def test_errors_of_linear_are_told(tmp_path: Path) -> None:
     assert "library" in found["xentile 1 MiB"]["plan"]
 
 
+# The first is for each run, the others for the nightly set: each starts JAX anew.
+TIMED = [
+    ("peers/activations.py", "--shapes 16x128 --operations gelu_tanh", ["copy", "xla", "ours"]),
+    ("peers/rope.py", "--shapes 1x8x2x16 --qk 1x8x2x1x16", ["copy", "xla", "ours"]),
+    (
+        "peers/causal_conv1d.py",
+        "--shapes 1x16x8 --widths 3",
+        ["copy", "convolution", "shifted", "ours"],
+    ),
+    ("peers/loss_options.py", "--shapes 8x100 --distribution trained", ["plain", "f16", "xla"]),
+    (
+        "peers/loss_outputs.py",
+        "--logits 8x100 --linear 8x16x100 --distribution normal --columns 2",
+        ["plain", "all", "plain again"],
+    ),
+    ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
+    ("distillation.py", "--shapes 16x8x8x50", ["gemms", "ours", "dense"]),
+    ("ring_attention.py", "--shapes 64x4x2x64", ["one", "ordered", "zigzag"]),
+]
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "programs"),
-    [
-        ("peers/activations.py", "--shapes 16x128 --operations gelu_tanh", ["copy", "xla", "ours"]),
-        ("peers/rope.py", "--shapes 1x8x2x16 --qk 1x8x2x1x16", ["copy", "xla", "ours"]),
-        (
-            "peers/causal_conv1d.py",
-            "--shapes 1x16x8 --widths 3",
-            ["copy", "convolution", "shifted", "ours"],
-        ),
-        ("peers/loss_options.py", "--shapes 8x100 --distribution trained", ["plain", "f16", "xla"]),
-        (
-            "peers/loss_outputs.py",
-            "--logits 8x100 --linear 8x16x100 --distribution normal --columns 2",
-            ["plain", "all", "plain again"],
-        ),
-        ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
-        ("distillation.py", "--shapes 16x8x8x50", ["gemms", "ours", "dense"]),
-        ("ring_attention.py", "--shapes 64x4x2x64", ["one", "ordered", "zigzag"]),
-    ],
+    [TIMED[0], *(pytest.param(*one, marks=pytest.mark.nightly) for one in TIMED[1:])],
 )
 def test_programs_are_timed_in_turns(
     tmp_path: Path, script: str, arguments: str, programs: list[str]
