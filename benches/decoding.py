@@ -1,11 +1,11 @@
-"""A step of a decoder, and its prompt, by this package, by XLA's products, and reading the weights.
+"""A step of a decoder and a prompt, by this package and by XLA, and reading the weights alone.
 
-    python benches/decoding.py [--json FILE] [--model NAME] [--batch B ..] [--prompt T] [--seconds S]
+    python benches/decoding.py [--json FILE] [--model NAME] [--batch B ..] [--prompt T]
 
 Weights are random, in bfloat16. `step` is `decode_step` at 1000 positions as users call it, packed
-weights included, and `prompt` `prefill` of one sequence; `xla` and `xla prompt` are the same programs
-with XLA's products and its updates of the cache. `read` reads as many bytes as weights and the
-cache's 1000 positions have, and does nothing else: on CPUs by a thread a core, elsewhere by XLA.
+weights included, and `prompt` is `prefill` of one sequence; `xla` and `xla prompt` are the same
+programs with XLA's products and its updates of the cache. `read` reads as many bytes as weights and
+the cache's 1000 positions have, and does nothing else: on CPUs by a thread a core, elsewhere by XLA.
 """
 
 import os
