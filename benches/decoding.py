@@ -5,7 +5,7 @@
 Weights are random, in bfloat16. `step` is `decode_step` at 1000 positions as users call it, packed
 weights included, and `prompt` is `prefill` of one sequence; `xla` and `xla prompt` are the same
 programs with XLA's products and its updates of the cache. `read` reads as many bytes as weights and
-the cache's 1000 positions have, and does nothing else: on CPUs by a thread a core, elsewhere by XLA.
+the cache's 1000 positions have and no more: on CPUs by a thread a core, elsewhere by XLA.
 """
 
 import os
