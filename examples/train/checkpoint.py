@@ -81,7 +81,7 @@ class Checkpoints:
                     f"--resume {self.folder} has no checkpoint: name a folder that has"
                 )
             # Before its arrays, of which orbax would cut or pad those of another shape.
-            saved = self.saved_model(step)
+            saved = {"packed": True, **self.saved_model(step)}
             for name, value in self.config.shape().items():
                 if saved.get(name) != value:
                     raise InputError(

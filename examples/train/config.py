@@ -23,7 +23,8 @@ AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
 LOOP_CHOICES = (AUTO, *LAYER_LOOPS)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
-# vocabulary, of the embedding and of the head.
+# vocabulary, of the embedding and of the head, and of no hybrid the heads, the feed-forward layer
+# and between both the sequence.
 MESH_AXES = ("data", "fsdp", "model")
 # Letters of a hybrid's blocks: Mamba-2, gated DeltaNet, attention.
 BLOCKS = ("M", "D", "A")
@@ -208,10 +209,15 @@ class Config:
             count *= size
         return count
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether queries, keys and values are one array, and gate and up."""
+        return "model" not in self.mesh or self.model.hybrid is not None
+
     def shape(self) -> dict[str, object]:
         """What a checkpoint's arrays depend on, by name."""
         kinds = {name: getattr(self.options, name) for name in ("optimizer", "param_dtype")}
-        return {**dataclasses.asdict(self.model), **kinds}
+        return {**dataclasses.asdict(self.model), **kinds, "packed": self.is_packed}
 
 
 def resolve(options: Options) -> Config:
@@ -318,11 +324,22 @@ def check_mesh(config: Config) -> None:
     """
     mesh = config.mesh
     over_batch = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    for what, size, parts, over in (
+    model, count = config.model, mesh.get("model", 1)
+    split: list[tuple[str, int, int, str]] = [
         ("--batch_size", config.batch, over_batch, "data x fsdp"),
-        ("the hidden size", config.model.width, mesh.get("fsdp", 1), "fsdp"),
-        ("--vocab_size", config.model.vocab, mesh.get("model", 1), "model"),
-    ):
+        ("the hidden size", model.width, mesh.get("fsdp", 1), "fsdp"),
+        ("--vocab_size", model.vocab, count, "model"),
+    ]
+    if model.hybrid is None:
+        split += [
+            ("--context_length", config.length, count, "model"),
+            ("the heads", model.heads, count, "model"),
+            ("the feed-forward columns", model.ffn, count, "model"),
+        ]
+        # Devices may share a head of keys, of which each has some columns.
+        if count % model.kv_heads or model.kv_heads * model.head_width % count:
+            split += [("the heads of keys", model.kv_heads, count, "model")]
+    for what, size, parts, over in split:
         if size % parts:
             raise InputError(
                 f"--mesh {config.options.mesh} splits {what} {size} over {parts} devices ({over}), "

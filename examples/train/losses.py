@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ IGNORED = -100
 
 
 def loss_of(
-    kernel: LossKernel, hidden: Array, head: Array, labels: Array, mesh: Mesh | None = None
+    kernel: LossKernel,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    mesh: Mesh | None = None,
+    *,
+    sequence_axis: str | None = None,
 ) -> Array:
     """Mean cross-entropy over the tokens that count.
 
@@ -30,6 +37,7 @@ def loss_of(
         head: [V, D] in float32, rounded to the dtype of `hidden`.
         labels: [B, T] int32; -100 marks a token that takes no part.
         mesh: The devices that the batch is split over, or None.
+        sequence_axis: The axis of the mesh that shards T of `hidden`, or None.
 
     Returns:
         A scalar in float32.
@@ -39,10 +47,10 @@ def loss_of(
         # bits has no kernel on CPUs.
         head = head.astype(hidden.dtype)
         if kernel == "fused_linear":
-            return over_mesh(linear_cross_entropy, mesh, hidden, head, labels)
-        logits = hidden @ head.T
+            return over_mesh(linear_cross_entropy, mesh, sequence_axis, hidden, head, labels)
         if kernel == "fused":
-            return over_mesh(partial(cross_entropy, donate_logits=True), mesh, logits, labels)
+            return over_mesh(of_logits, mesh, sequence_axis, hidden, head, labels)
+        logits = hidden @ head.T
         counts = labels != IGNORED
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), jnp.where(counts, labels, 0)
@@ -50,28 +58,46 @@ def loss_of(
         return jnp.where(counts, losses, 0.0).sum() / jnp.maximum(counts.sum(), 1)
 
 
-def over_mesh(loss: Callable[..., Array], mesh: Mesh | None, *arrays: Array) -> Array:
-    """A loss of logits, or of hidden states and the head; on a mesh by each device of its part.
+def of_logits(hidden: Array, head: Array, labels: Array, **options: Any) -> Array:
+    """`pallas_bridge.cross_entropy` of the logits, which its gradient takes the memory of."""
+    loss: Array = cross_entropy(hidden @ head.T, labels, donate_logits=True, **options)
+    return loss
 
-    Tokens stay on the devices that have them, and so does the vocabulary where the axis `model`
-    cuts it; a head that `fsdp` cuts by its hidden axis is gathered.
+
+def over_mesh(
+    loss: Callable[..., Array],
+    mesh: Mesh | None,
+    sequence_axis: str | None,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+) -> Array:
+    """A loss of hidden states and the head; on a mesh by each device of its part.
+
+    Tokens stay on the devices that have them, but for those along `sequence_axis`, and so does the
+    vocabulary where the axis `model` shards it; a head that `fsdp` shards by its hidden axis is
+    gathered.
     """
     if mesh is None:
-        return loss(*arrays)
+        return loss(hidden, head, labels)
     over = tuple(axis for axis in mesh.axis_names if axis in ("data", "fsdp"))
     model = "model" if "model" in mesh.axis_names else None
     loss = partial(loss, reduction="sum", **({} if model is None else {"axis_name": model}))
 
-    def mean_over_devices(*arrays: Array) -> Array:
-        total, count = loss(*arrays), jnp.sum(arrays[-1] != IGNORED)
+    def mean_over_devices(hidden: Array, head: Array, labels: Array) -> Array:
+        if sequence_axis is not None:
+            hidden = jax.lax.all_gather(hidden, sequence_axis, axis=1, tiled=True)
+        total, count = loss(hidden, head, labels), jnp.sum(labels != IGNORED)
         if over:
             total, count = jax.lax.psum(total, over), jax.lax.psum(count, over)
         return total / jnp.maximum(count, 1)
 
     tokens = P(over or None)
-    columns = (tokens, P(model)) if len(arrays) == 3 else (P(over or None, None, model),)
     sharded = jax.shard_map(
-        mean_over_devices, mesh=mesh, in_specs=(*columns, tokens), out_specs=P()
+        mean_over_devices,
+        mesh=mesh,
+        in_specs=(P(over or None, sequence_axis), P(model), tokens),
+        out_specs=P(),
     )
-    result: Array = sharded(*arrays)
+    result: Array = sharded(hidden, head, labels)
     return result

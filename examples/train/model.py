@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -20,6 +21,7 @@ from pallas_bridge import checkpoint_policies
 
 from .config import Hybrid, LayerKernel, LayerLoop, Model, Remat
 from .mixers import GatedDeltaNet, Mamba2, MixerParts
+from .shards import WHOLE, Shards, save_all_but_weights
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -107,6 +109,8 @@ class Kernels:
     # Whether sums of the residual stream are saved, from which `rms_norm_linear` and `gated_mlp`
     # compute normalised rows again.
     keeps_sums: bool = False
+    # How a block's matrices are sharded.
+    shards: Shards = WHOLE
 
 
 class Norm(nnx.Module):
@@ -140,9 +144,11 @@ class Norm(nnx.Module):
             total = branch + stream
         return self(total), total
 
-    def after_into(self, branch: Array, stream: Array, matrix: Array) -> tuple[Array, Array]:
+    def after_into(
+        self, branch: Array, stream: Array, matrix: Array, shards: Shards
+    ) -> tuple[Array, Array]:
         """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
-        if self.kernel == "ours" and self.keeps_sums:
+        if self.kernel == "ours" and self.keeps_sums and shards.is_whole:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
                     branch, self.weight[...], matrix, eps=self.eps, residual=stream
@@ -150,7 +156,19 @@ class Norm(nnx.Module):
                 return both
         x, stream = self.after(branch, stream)
         with jax.named_scope("projections"):
-            return x @ matrix.astype(x.dtype), stream
+            return shards.gather_rows(x) @ matrix.astype(x.dtype), stream
+
+
+def packed(array: Array, widths: dict[str, int], shards: Shards) -> Any:
+    """Returns the parameter of columns [.., N], or one for each name where devices have shards.
+
+    Even shards of the packed columns would not have some of every name.
+    """
+    if shards.is_whole:
+        return nnx.Param(array)
+    ends = np.cumsum([*widths.values()])[:-1]
+    parts = zip(widths, jnp.split(array, ends, axis=-1), strict=True)
+    return nnx.Dict({name: nnx.Param(part) for name, part in parts})
 
 
 class Block(nnx.Module):
@@ -163,8 +181,8 @@ class Block(nnx.Module):
         self.norm1 = Norm(of.width, of.norm_eps, norm, keeps_sums=kernels.keeps_sums)
         self.norm2 = Norm(of.width, of.norm_eps, norm)
         self.make_mixer(rngs)
-        # Gate and up, packed.
-        self.up = nnx.Param(normal(rngs(), (of.width, 2 * of.ffn)))
+        widths, up = {"gate": of.ffn, "up": of.ffn}, normal(rngs(), (of.width, 2 * of.ffn))
+        self.up = packed(up, widths, kernels.shards)
         self.down = nnx.Param(deep(rngs(), (of.ffn, of.width)))
 
     def make_mixer(self, rngs: nnx.Rngs) -> None:
@@ -172,8 +190,9 @@ class Block(nnx.Module):
         of, norm = self.of, self.kernels.norm
         normal, deep = initializers(of)
         q, kv = of.heads * of.head_width, of.kv_heads * of.head_width
-        self.qkv = nnx.Param(normal(rngs(), (of.width, q + 2 * kv)))
-        self.bias = nnx.Param(jnp.zeros(q + 2 * kv)) if of.qkv_bias else None
+        widths, pack = {"q": q, "k": kv, "v": kv}, self.kernels.shards
+        self.qkv = packed(normal(rngs(), (of.width, q + 2 * kv)), widths, pack)
+        self.bias = packed(jnp.zeros(q + 2 * kv), widths, pack) if of.qkv_bias else None
         self.q_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.k_norm = Norm(of.head_width, of.norm_eps, norm) if of.qk_norm else None
         self.out = nnx.Param(deep(rngs(), (q, of.width)))
@@ -187,26 +206,38 @@ class Block(nnx.Module):
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
-        qkv, stream = self.norm1.after_into(branch, stream, self.qkv[...])
+        shards, matrix = self.kernels.shards, self.of_heads(self.qkv)
+        matrix = shards.whole_width(matrix, 0)
+        qkv, stream = self.norm1.after_into(branch, stream, matrix, shards)
         return self.feed_forward(self.attention(qkv, tables, within), stream)
+
+    def of_heads(self, columns: Any) -> Array:
+        """Returns queries', keys' and values' columns of a device's heads, packed."""
+        shards = self.kernels.shards
+        if shards.is_whole:
+            array: Array = columns[...]
+            return array
+        of_keys = jnp.stack([columns[name][...] for name in ("k", "v")])
+        return jnp.concatenate([columns["q"][...], *shards.heads(of_keys, self.of.kv_heads)], -1)
 
     def attention(self, qkv: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
 
         `qkv` [B, T, N] are queries, keys and values of all heads, still without bias.
         """
-        of = self.of
+        of, shards = self.of, self.kernels.shards
+        count = of.heads // shards.count
         with jax.named_scope("projections"):
             if self.bias is not None:
-                qkv = qkv + self.bias[...].astype(qkv.dtype)
+                qkv = qkv + self.of_heads(self.bias).astype(qkv.dtype)
             heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
-            q, k, v = jnp.split(heads, (of.heads, of.heads + of.kv_heads), axis=2)
+            q, k, v = jnp.split(heads, (count, (count + heads.shape[2]) // 2), axis=2)
         q, k = self.turned(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
-            y: Array = mixed.reshape(*qkv.shape[:2], -1) @ self.out[...].astype(qkv.dtype)
-            return y
+            out = shards.whole_width(self.out[...].astype(qkv.dtype), 1)
+            return shards.scatter_sum(mixed.reshape(*qkv.shape[:2], -1) @ out)
 
     def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         """Queries and keys, normalised by head where the model does that, and rotated."""
@@ -227,9 +258,9 @@ class Block(nnx.Module):
 
     def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
-        norm, is_ours = self.norm2, self.kernels.mlp == "ours"
-        up, down = self.up[...].astype(branch.dtype), self.down[...].astype(branch.dtype)
-        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
+        norm, is_ours, shards = self.norm2, self.kernels.mlp == "ours", self.kernels.shards
+        up, down = self.matrices(branch.dtype)
+        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums and shards.is_whole:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.gated_mlp(
                     branch,
@@ -244,14 +275,22 @@ class Block(nnx.Module):
         x, stream = norm.after(branch, stream)
         if is_ours:
             with jax.named_scope("projections"):
-                return pallas_bridge.gated_mlp(x, up, None, down), stream
+                y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down)
+                return shards.scatter_sum(y), stream
         with jax.named_scope("projections"):
-            packed = x @ up
+            packed = shards.gather_rows(x) @ up
         with jax.named_scope("activation"):
             gate, up = jnp.split(packed, 2, axis=-1)
             inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
-            return inner @ down, stream
+            return shards.scatter_sum(inner @ down), stream
+
+    def matrices(self, dtype: Any) -> tuple[Array, Array]:
+        """Returns a device's gate and up, packed, and its down, in a dtype."""
+        shards, up = self.kernels.shards, self.up
+        both = up[...] if shards.is_whole else jnp.concatenate([up["gate"][...], up["up"][...]], -1)
+        down = self.down[...].astype(dtype)
+        return shards.whole_width(both.astype(dtype), 0), shards.whole_width(down, 1)
 
 
 class DeltaBlock(Block):
@@ -356,8 +395,10 @@ class Transformer(nnx.Module):
             tokens: How activations lie on a mesh, by their first axis; None for one device.
 
         Returns:
-            [B, T, D] in `dtype`.
+            [B, T, D] in `dtype`; with shards a device's [B, T / n, D], where all arrays are a
+            device's own.
         """
+        shards = self.kernels.shards
         segments, positions = batch["segments"], batch["positions"]
         within = None
         if is_masked(segments.shape[1]):
@@ -365,14 +406,16 @@ class Transformer(nnx.Module):
         else:
             positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
         with jax.named_scope("embedding"):
-            x = self.embedding[...][batch["tokens"]].astype(dtype)
+            x = shards.embed(self.embedding[...], batch["tokens"], dtype)
             if tokens is not None:
                 x = jax.lax.with_sharding_constraint(x, tokens)
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
         graph, parameters = nnx.split(self.blocks)
         # Matrices are rounded once a step, and not wherever a block is computed.
-        parameters = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, parameters)
+        parameters = jax.tree.map(
+            lambda w: shards.varying(w.astype(dtype) if w.ndim > 2 else w), parameters
+        )
         hybrid = self.of.hybrid
 
         def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
@@ -395,10 +438,11 @@ class Transformer(nnx.Module):
             return step
 
         step = over_pattern(lambda run: run)
-        if self.remat != "none":
-            step = over_pattern(partial(jax.checkpoint, policy=POLICIES[self.remat]))
+        policy = POLICIES.get(self.remat, save_all_but_weights)
+        if self.remat != "none" or "fsdp" in shards.axes:
+            step = over_pattern(partial(jax.checkpoint, policy=policy))
         over = over_unrolled_layers if self.loop == "unrolled" else over_layers
-        branch, stream = over(step, (x, jnp.zeros_like(x)), parameters)
+        branch, stream = over(step, (x, shards.varying(jnp.zeros_like(x))), parameters)
         y, _ = self.norm.after(branch, stream)
         return y
 

@@ -18,6 +18,7 @@ from pallas_bridge import optax as optimizers
 from .config import AUTO, LOSS_KERNELS, Config, InputError
 from .losses import loss_of
 from .model import Kernels, Transformer
+from .shards import MODEL, Shards
 
 WARMUP_STEPS = 10
 
@@ -71,11 +72,33 @@ class Program:
 
     def loss(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """The mean loss of a batch."""
-        model = nnx.merge(self.graph, params)
-        tokens = None if self.mesh is None else self.batch_sharding()
-        hidden = model(batch, jnp.dtype(self.config.options.dtype), tokens)
         kernel: Any = self.config.options.ce_kernel_type
-        return loss_of(kernel, hidden, model.head, batch["labels"], self.mesh)
+        head = nnx.merge(self.graph, params).head
+        hidden, axis = self.hidden(params, batch), None if self.shards.is_whole else MODEL
+        return loss_of(kernel, hidden, head, batch["labels"], self.mesh, sequence_axis=axis)
+
+    @property
+    def shards(self) -> Shards:
+        """How blocks are sharded."""
+        return Shards.of(self.config)
+
+    def hidden(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        """Hidden states [B, T, D] of a batch; with shards, T is sharded over `model`."""
+        dtype = jnp.dtype(self.config.options.dtype)
+        if self.mesh is None or self.shards.is_whole:
+            tokens = None if self.mesh is None else self.batch_sharding()
+            whole: jax.Array = nnx.merge(self.graph, params)(batch, dtype, tokens)
+            return whole
+        places = shardings_of(self.config, self.mesh, params)
+        tokens = self.batch_sharding().spec
+        run: Any = jax.shard_map(
+            lambda own, batch: nnx.merge(self.graph, own)(batch, dtype),
+            mesh=self.mesh,
+            in_specs=(jax.tree.map(lambda place: place.spec, places), tokens),
+            out_specs=P(*tokens, MODEL),
+        )
+        hidden: jax.Array = run(params, batch)
+        return hidden
 
     def step(self, state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One step: the state after it, with the loss before it and the gradient's norm."""
@@ -151,6 +174,7 @@ def make_model(config: Config) -> Transformer:
         options.attention_kernel,
         options.linear_attention_kernel,
         options.conv_kernel,
+        shards=Shards.of(config),
     )
     return Transformer(
         config.model,
@@ -171,7 +195,8 @@ def initial_params(config: Config) -> Any:
 def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
     """Where parameters or state of a tree lie: matrices split by hidden size over `fsdp`.
 
-    The embedding and the head are split by vocabulary over `model`, too.
+    The embedding and the head are split by vocabulary over `model`, too, and so are matrices of
+    blocks with `Shards`: by their columns, or their rows where these are no hidden size.
     """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -184,6 +209,14 @@ def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
         if names & {"embedding", "untied"}:
             return NamedSharding(mesh, P(model, fsdp))
         axes: list[str | None] = [None] * leaf.ndim
+        if not Shards.of(config).is_whole:
+            if names & {"qkv", "up"}:
+                axes = [None, fsdp, model]
+            elif names & {"out", "down"}:
+                axes = [None, model, fsdp]
+            elif "bias" in names:
+                axes = [None, model]
+            return NamedSharding(mesh, P(*axes[: leaf.ndim]))
         # The axis that is the hidden size, of what has a layer axis and two others, if any is.
         if leaf.ndim == 3 and width in leaf.shape[1:]:
             axes[1 if leaf.shape[1] == width else 2] = fsdp

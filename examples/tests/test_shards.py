@@ -1,0 +1,105 @@
+"""Blocks sharded over `model`: values, gradients, collectives, and what a device holds."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import Runner
+from train.config import Config, InputError, Options, resolve
+from train.step import Program, make_program, with_kernels
+
+# Columns that are one array where no device has a shard of them.
+PACKED = {"qkv": ("q", "k", "v"), "bias": ("q", "k", "v"), "up": ("gate", "up")}
+COLLECTIVE = re.compile(r"= \S+ (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+def config_of(mesh: str, changes: dict[str, Any]) -> Config:
+    config = resolve(Options("test", dtype="float32", mesh=mesh))
+    return with_kernels(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+    )
+
+
+def compiled(program: Program, batch: Any) -> tuple[Any, Any]:
+    """The loss with all gradients, compiled, and its arguments."""
+    arguments = program.initial()["params"], jax.device_put(batch, program.batch_sharding())
+    return jax.jit(jax.value_and_grad(program.loss)).lower(*arguments).compile(), arguments
+
+
+def packed(tree: Any) -> Any:
+    """Gradients with the arrays of one device."""
+    if not isinstance(tree, dict):
+        return np.asarray(tree)
+    names = next((one for one in PACKED.values() if tree.keys() == {*one}), None)
+    if names is not None:
+        return np.concatenate([tree[name] for name in names], axis=-1)
+    return {name: packed(one) for name, one in tree.items()}
+
+
+def in_loops(text: str) -> list[Counter[str]]:
+    """Collectives of each computation of a program but its entry, where there are any."""
+    parts = (part for part in text.split("\n\n") if not part.lstrip().startswith("ENTRY"))
+    return [found for part in parts if (found := Counter(COLLECTIVE.findall(part)))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("model=4", {"kv_heads": 4, "qkv_bias": True, "tied": False}),
+        # Two devices share a head of keys.
+        ("data=2,fsdp=2,model=2", {"kv_heads": 1, "qkv_bias": True}),
+    ],
+)
+def test_loss_and_gradients_are_one_devices(
+    rng: np.random.Generator, mesh: str, changes: dict[str, Any]
+) -> None:
+    config = config_of(mesh, changes)
+    shape = config.batch, config.length
+    batch = {
+        "tokens": rng.integers(0, 512, shape),
+        "labels": rng.integers(0, 512, shape),
+        "segments": np.sort(rng.integers(0, 3, shape), -1),
+        "positions": np.broadcast_to(np.arange(shape[1]), shape),
+    }
+    batch["labels"][:, :3] = -100
+    batch = {name: array.astype(np.int32) for name, array in batch.items()}
+    program = make_program(config)
+    run, arguments = compiled(program, batch)
+    loss, gradients = run(*arguments)
+    alone, given = compiled(make_program(config_of("", changes)), batch)
+    right, expected = alone(*given)
+    np.testing.assert_allclose(loss, right, rtol=1e-6)
+
+    def check(path: Any, one: Any, other: Any) -> None:
+        limit = 3e-6 * np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit, err_msg=str(path))
+
+    jax.tree_util.tree_map_with_path(check, packed(gradients), packed(expected))
+
+    shards = math.prod(size for axis, size in config.mesh.items() if axis != "data")
+    places, _ = run.input_shardings[0]
+    for leaf, place in zip(jax.tree.leaves(arguments[0]), jax.tree.leaves(places), strict=True):
+        is_matrix = leaf.ndim > 2 or leaf.shape[0] == config.model.vocab
+        own = math.prod(place.shard_shape(leaf.shape))
+        assert not is_matrix or own * shards == leaf.size, (leaf.shape, place)
+    found = in_loops(run.as_text())
+    if mesh == "model=4":
+        # A block gathers rows twice and scatters sums twice, and so does its backward pass.
+        assert found == [Counter({"all-gather": 2, "reduce-scatter": 2})] * 2
+    else:
+        # Four weights too, again for the backward pass; and the shared head, with its bias.
+        assert [one["all-gather"] for one in found] == [2 + 4 + 2, 2 + 4]
+    temporary = [one.memory_analysis().temp_size_in_bytes for one in (run, alone)]
+    assert temporary[0] < 0.7 * temporary[1]
+
+
+def test_unpacked_arrays_are_not_resumed_packed(train: Runner, tmp_path: Path) -> None:
+    train(num_train_steps=1, mesh="model=2", checkpoint_dir=tmp_path)
+    with pytest.raises(InputError, match="has packed False and the run True: resume with the opt"):
+        train(num_train_steps=2, resume=tmp_path)

@@ -1,0 +1,104 @@
+"""Tensor and sequence parallelism: the collectives of a block within `jax.shard_map`.
+
+Matrices are sharded over the axis `model` (Megatron-LM; Shoeybi et al., 2019, arXiv:1909.08053):
+those into heads and into the feed-forward layer by columns, those out of both by rows. Between them
+the residual stream is sharded along the sequence (Korthikanti et al., 2022, arXiv:2205.05198). So a
+block gathers rows before each product with columns and scatters sums after each with rows, twice
+each. Gradients of these are the opposite collectives.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .config import Config
+
+Array = jax.Array
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The axes of a mesh that a device's arrays are shards over; none where all are whole."""
+
+    axes: tuple[str, ...] = ()
+    # Devices along `model`.
+    count: int = 1
+
+    @staticmethod
+    def of(config: Config) -> "Shards":
+        """Returns the axes if the mesh has `model`, but for hybrids, whose blocks stay whole."""
+        if config.is_packed:
+            return WHOLE
+        return Shards(tuple(config.mesh), config.mesh[MODEL])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no shards."""
+        return not self.axes
+
+    def gather_rows(self, x: Array) -> Array:
+        """Returns all tokens, [B, T, D], of a device's [B, T / n, D]."""
+        if self.is_whole:
+            return x
+        rows: Array = jax.lax.all_gather(x, MODEL, axis=1, tiled=True)
+        return rows
+
+    def scatter_sum(self, x: Array) -> Array:
+        """Returns a device's tokens, [B, T / n, D], of the sum over devices of [B, T, D]."""
+        if self.is_whole:
+            return x
+        rows: Array = jax.lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
+        return rows
+
+    def whole_width(self, weight: Array, axis: int) -> Array:
+        """Returns a weight with the whole hidden size, which `fsdp` shards."""
+        if "fsdp" not in self.axes:
+            return weight
+        found: Array = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+        return found
+
+    def heads(self, columns: Array, count: int) -> Array:
+        """Returns the columns of the heads that a device's queries attend to.
+
+        `columns` [.., N / n] are a device's of `count` heads. With more devices than heads, a
+        device has part of a head, and gets the whole one.
+        """
+        if count % self.count == 0:
+            return columns
+        every = jax.lax.all_gather(columns, MODEL, axis=columns.ndim - 1, tiled=True)
+        width = every.shape[-1] // count
+        head = jax.lax.axis_index(MODEL) * count // self.count
+        found: Array = jax.lax.dynamic_slice_in_dim(every, head * width, width, -1)
+        return found
+
+    def embed(self, table: Array, tokens: Array, dtype: Any) -> Array:
+        """Returns rows [B, T / n, D] of a table [V, D], whose rows and columns are sharded."""
+        if self.is_whole:
+            return table[tokens].astype(dtype)
+        table = self.whole_width(table, 1)
+        row = tokens - jax.lax.axis_index(MODEL) * len(table)
+        is_here = (row >= 0) & (row < len(table))
+        found = jnp.where(is_here[..., None], table[jnp.where(is_here, row, 0)], 0)
+        return self.scatter_sum(found.astype(dtype))
+
+    def varying(self, x: Array) -> Array:
+        """Returns x with a type that varies over all axes: its gradient is summed once, here."""
+        if self.is_whole:
+            return x
+        # The sum has the type of both terms.
+        found: Array = x + jax.lax.pcast(jnp.zeros((), x.dtype), self.axes, to="varying")
+        return found
+
+
+WHOLE = Shards()
+
+
+def save_all_but_weights(_: Any, *__: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` by which the backward pass gathers weights again.
+
+    What devices gather over `fsdp` is weights alone.
+    """
+    return params.get("axis_name") != ("fsdp",)
