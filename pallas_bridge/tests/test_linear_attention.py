@@ -109,10 +109,10 @@ def draw(
     return found
 
 
-def call(rule: str, ids: Any, q: Any, k: Any, v: Any, g: Any, *rest: Any) -> Any:
+def call(rule: str, ids: Any, q: Any, k: Any, v: Any, g: Any, *rest: Any, **options: Any) -> Any:
     """Returns o and the final state of arguments in that order."""
     *b, state = rest
-    more = {"initial_state": state, "segment_ids": ids, "return_final_state": True}
+    more = {"initial_state": state, "segment_ids": ids, "return_final_state": True, **options}
     if rule == "linear":
         return linear_attention(q, k, v, g, **more)
     return gated_delta_rule(q, k, v, *b, g, qk_l2_norm=rule == "normalised", **more)
@@ -359,6 +359,41 @@ def test_heads_over_devices_that_share_keys(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(("rule", "is_checked"), [("linear", False), ("delta", True)])
+def test_a_sequence_over_devices(rng: np.random.Generator, rule: str, is_checked: bool) -> None:
+    """Outputs and gradients are the recurrence's, and devices exchange states alone."""
+    arrays = draw(rng, rule, 4 * 20, decay="slow")
+    ids = np.zeros((2, 80), np.int32)
+    # One text begins with a device's tokens, and one does not.
+    ids[0, 20:], ids[0, 47:] = 1, 2
+    mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    names = [name for name in ORDER if name in arrays]
+    tokens = P(None, "time")
+    specs = [P() if name == "state" else tokens for name in names]
+    mapped = jax.shard_map(
+        lambda ids, *given: call(rule, ids, *given, axis_name="time"),
+        mesh=mesh,
+        in_specs=(tokens, *specs),
+        out_specs=(tokens, P()),
+        check_vma=is_checked,
+    )
+
+    def run(do: jax.Array, dstate: jax.Array, *given: jax.Array) -> Any:
+        found, pull = jax.vjp(partial(mapped, ids), *given)
+        return found, pull((do, dstate))
+
+    places = [NamedSharding(mesh, spec) for spec in (tokens, P(), *specs)]
+    given = jax.device_put([arrays[name] for name in ("do", "dstate", *names)], places)
+    program = jax.jit(run).lower(*given).compile()
+    (o, state), gradients = program(*given)
+    found = {f"d{name}": one for name, one in zip(names, gradients, strict=True)}
+    assert_close({"o": o, "final state": state} | found, expected(rule, arrays, ids), 1e-5)
+    # Of q's, k's or v's tokens none are moved.
+    assert "all-gather" not in program.as_text()
+    assert "all-to-all" not in program.as_text()
+
+
 @pytest.mark.devices(2)
 def test_explicit_axes_shard_batch_and_heads(rng: np.random.Generator) -> None:
     arrays = draw(rng, "linear", 64)
@@ -410,6 +445,7 @@ def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
         ({"scale": jnp.inf}, ValueError, "scale is inf"),
         ({"qk_l2_norm": "yes"}, TypeError, "qk_l2_norm is 'yes'"),
         ({"beta": right["b"]}, TypeError, "did you mean b"),
+        ({"axis_name": "time"}, ValueError, "axis_name is 'time'; .* within jax.shard_map"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):

@@ -1,6 +1,6 @@
 """Linear attention and the gated delta rule: what users call, and the derivative."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -24,8 +24,9 @@ from ..checks import (
 from ..custom_call import vary_alike
 from ..implementations import choose
 from ..keywords import hinted
+from ..meshes import are_of_devices, names_of, shown
 from ..operation import Implementation
-from . import OPERATION
+from . import OPERATION, over_devices
 from .calls import Call, attend, lacks
 from .program import LEAST_LOG_DECAY, Options, Program
 
@@ -51,6 +52,7 @@ def linear_attention(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: Literal[False] = ...,
+    axis_name: str | Sequence[str] | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -66,6 +68,7 @@ def linear_attention(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: bool,
+    axis_name: str | Sequence[str] | None = ...,
     implementation: Implementation | None = ...,
 ) -> Any: ...
 
@@ -81,6 +84,7 @@ def linear_attention(
     initial_state: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     return_final_state: bool = False,
+    axis_name: str | Sequence[str] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """Linear attention with a scalar decay: Mamba-2's state space (Dao and Gu, 2024) or RetNet.
@@ -107,6 +111,10 @@ def linear_attention(
       segment_ids: [B, T] in int32, or None. The state is 0 where the id changes; `initial_state`
         belongs to the first segment.
       return_final_state: whether to return the state after the last token too.
+      axis_name: the mesh axis, or axes, that shard T within `jax.shard_map`, where arrays are a
+        device's own tokens; states are then those of the whole sequence, the same on all devices.
+        About log2(n) exchanges of a state give each device the state before it; that of its own
+        tokens takes one more GEMM.
       implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128,
         on NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
         kernels where there are any. In a program that XLA partitions over a mesh that is its own
@@ -128,7 +136,7 @@ def linear_attention(
     """
     given = {"q": q, "k": k, "v": v, "g": g}
     more = {"initial_state": initial_state, "segment_ids": segment_ids}
-    return _run(given | more, scale, False, return_final_state, implementation)
+    return _run(given | more, scale, False, return_final_state, axis_name, implementation)
 
 
 @overload
@@ -144,6 +152,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: Literal[False] = ...,
+    axis_name: str | Sequence[str] | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
@@ -161,6 +170,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = ...,
     segment_ids: ArrayLike | None = ...,
     return_final_state: bool,
+    axis_name: str | Sequence[str] | None = ...,
     implementation: Implementation | None = ...,
 ) -> Any: ...
 
@@ -178,6 +188,7 @@ def gated_delta_rule(
     initial_state: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     return_final_state: bool = False,
+    axis_name: str | Sequence[str] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """The gated delta rule (Yang, Kautz and Hatamizadeh, 2024); DeltaNet without `g`.
@@ -198,6 +209,8 @@ def gated_delta_rule(
       initial_state: [B, H', K, V] in float32; None for 0.
       segment_ids: [B, T] in int32, or None.
       return_final_state: whether to return the state after the last token too.
+      axis_name: as for `linear_attention`; with a state, devices exchange a matrix [K, K] a head,
+        and compute the recurrence three times: from a state of 0, of I, and of the tokens before.
       implementation: as for `linear_attention`. With `qk_l2_norm` there are no kernels.
 
     Returns:
@@ -217,7 +230,7 @@ def gated_delta_rule(
     given = {"q": q, "k": k, "v": v, "g": g, "b": as_array("b", b, SHAPES["b"])}
     more = {"initial_state": initial_state, "segment_ids": segment_ids}
     is_normalised = check_flag("qk_l2_norm", qk_l2_norm)
-    return _run(given | more, scale, is_normalised, return_final_state, implementation)
+    return _run(given | more, scale, is_normalised, return_final_state, axis_name, implementation)
 
 
 def _run(
@@ -225,14 +238,21 @@ def _run(
     scale: float,
     l2_norm: bool,
     returns_state: bool,
+    axis_name: Any,
     implementation: Implementation | None,
 ) -> Any:
     """Returns o, and the final state if it is asked for.
 
     Raises:
         TypeError: a dtype that is not taken.
-        ValueError: shapes that disagree, a value of g above 0, or kernels that there are not.
+        ValueError: shapes that disagree, a value of g above 0, kernels that there are not, or an
+            axis that is no manual one.
     """
+    names = names_of(axis_name)
+    if names and not are_of_devices(names):
+        raise ValueError(
+            f"axis_name is {shown(names)}; it must be of a mesh: call within jax.shard_map over it"
+        )
     chosen = choose(OPERATION, implementation)
     returns_state = check_flag("return_final_state", returns_state)
     optional = ("g", "initial_state", "segment_ids")
@@ -248,27 +268,60 @@ def _run(
         g = jnp.zeros_like(v[..., 0], dtype=jnp.float32)
     if ids is not None:
         starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))[:, : ids.shape[1]]
+        if names and ids.size:
+            starts = starts.at[:, :1].set(over_devices.starts_with_segment(names, ids))
         # A decay of 0 starts the state anew.
         g = jnp.where(starts[..., None], LEAST_LOG_DECAY, g.astype(jnp.float32))
+    given_state = state
     if state is None:
-        # Sums over no tokens are 0, and sharded as v is.
-        columns = jnp.zeros(q.shape[-1], jnp.float32)
-        state = jnp.einsum("bthv,k->bhkv", v[:, :0].astype(jnp.float32), columns)
+        state = _zero_state(q, v)
     options = Options(check_float32("scale", scale, is_positive=False), l2_norm)
-    tokens = [q, arrays["k"], v, g, *([arrays["b"]] if "b" in arrays else [])]
+    b = arrays.get("b")
+
+    def run(v: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = [q, arrays["k"], v, g, *([] if b is None else [b])]
+        return _run_whole(options, chosen, implementation, [*tokens, state])
+
+    if names:
+        if b is None:
+            precision = Program.of(options, [q]).precision
+            transition = over_devices.decayed_transition(arrays["k"], v, g, precision)
+        else:
+            none = jnp.zeros_like(v[..., :1]) * jnp.zeros(q.shape[-1], v.dtype)
+            eye = jnp.zeros_like(_zero_state(q, none)) + jnp.eye(q.shape[-1])
+            transition = run(none, eye)[1], run(v, _zero_state(q, v))[1]
+        state = over_devices.state_before(names, *transition, given_state)
+    o, state = run(v, state)
+    if names and returns_state:
+        state = over_devices.last_state(names, state)
+    return (o, state) if returns_state else o
+
+
+def _zero_state(q: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns zeros [B, H', K, V], sharded as v is: sums over no tokens."""
+    columns = jnp.zeros(q.shape[-1], jnp.float32)
+    return jnp.einsum("bthv,k->bhkv", v[:, :0].astype(jnp.float32), columns)
+
+
+def _run_whole(
+    options: Options, chosen: Any, implementation: Implementation | None, arrays: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns o and the final state of q, k, v, g, b for the delta rule, and a state.
+
+    Raises:
+        ValueError: there are no kernels, which `implementation` names.
+    """
     # Within `shard_map`, the transpose of this is the sum over devices for shared arrays.
-    every = vary_alike([*tokens, state])
+    every = vary_alike(arrays)
     missing = lacks(options, every)
     if missing and implementation == "custom_call":
         raise ValueError(f"{missing} for kernels; implementation=None has XLA's program for others")
     if chosen == "reference" or missing:
-        o, state = _attend(options, *every)
-    else:
-        q, k, v, g, *rest = every
-        g = jnp.maximum(g.astype(jnp.float32), LEAST_LOG_DECAY)
-        every = [q, k, v, g, *(one.astype(jnp.float32) for one in rest)]
-        o, state = attend(Call.of(options, every, implementation), *every)
-    return (o, state) if returns_state else o
+        return _attend(options, *every)
+    q, k, v, g, *rest = every
+    g = jnp.maximum(g.astype(jnp.float32), LEAST_LOG_DECAY)
+    every = [q, k, v, g, *(one.astype(jnp.float32) for one in rest)]
+    return attend(Call.of(options, every, implementation), *every)
 
 
 def _check(arrays: Mapping[str, jax.Array]) -> None:
