@@ -139,9 +139,9 @@ ACROSS: dict[str, tuple[tuple[int, ...], int, str, dict[str, Any], tuple[int, in
     "one tile": ((128,), 300, "bfloat16", {}, (128, 8192)),
     "many tiles": ((128,), 2100, "bfloat16", {}, (128, 1024)),
     "many tiles, f32": ((128,), 1100, "float32", {}, (128, 512)),
-    "two registers of tokens": ((2, 256), 1031, "float32", {}, (256, 512)),
-    "sequences": ((3, 128), 1031, "bfloat16", {"softcap": 20.0}, (128, 1024)),
-    "all options": ((128,), 1031, "float32", OPTIONS, (128, 512)),
+    "two registers of tokens": ((1, 256), 519, "float32", {}, (256, 512)),
+    "sequences": ((2, 128), 1031, "bfloat16", {"softcap": 20.0}, (128, 1024)),
+    "all options": ((128,), 519, "float32", OPTIONS, (128, 512)),
     "smoothing": ((128,), 200, "bfloat16", {"label_smoothing": 0.1}, (128, 8192)),
 }
 
