@@ -1,7 +1,7 @@
 //! A decoder's cache of keys and values on a step: rows that are appended, and attention of one token.
 //!
 //! Attention is bound by reading the cache, so a task has one head of keys and values of a sequence, for all
-//! heads of queries that share it, and at most [`SPLIT`] positions: few sequences keep many threads at work. What
+//! heads of queries that share it, and at most 512 positions: few sequences keep many threads at work. What
 //! the tasks of a head leave is put together as in Flash-Decoding (Dao et al., 2023).
 
 use std::ops::Range;
