@@ -34,7 +34,7 @@ const INVERSE: ArrayDecl =
 const VALUES: ArrayDecl =
     scratch("values", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA);
 
-/// A group has `group_tokens`, a multiple of 64; `groups_times_chunk` is 64 times the number of groups, so that
+/// A group has `group_tokens`, a multiple of 64. `groups_times_chunk` is 64 times the number of groups:
 /// T / groups_times_chunk, rounded up, is the number of chunks of a group.
 const ATTRIBUTES: &[AttributeDecl] = &[
     attribute("delta", Range::Bool),
