@@ -16,35 +16,13 @@
 // GEMM.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-
-#include <cstddef>
-#include <cstdint>
-#ifdef XENTILE_DECODE_STEP_TRAP
-#include <cstdio>
-#endif
-
-#include "hopper.cuh"
-#include "ptx.cuh"
+#include "decode_step_common.cuh"
 
 namespace xentile::decode_step {
 
-inline constexpr int kCtas = 128;
-inline constexpr int kWarps = 16;
-inline constexpr int kConsumers = 32 * kWarps;
-inline constexpr int kThreads = kConsumers + 128;
 inline constexpr int kColumns = 128;
-inline constexpr int kStageBytes = 16384;
-inline constexpr int kStages = 12;
-// Cached positions of a stage: keys in its first half, values in the other.
+inline constexpr int kStages = kMaxStages;
 inline constexpr int kStageKeys = 32;
-inline constexpr int kSplits = 16;
-// Copies of each vector that all CTAs read, so that they poll different slices of the L2.
-inline constexpr int kCopies = 4;
-inline constexpr float kLog2E = 1.4426950409f;
-// Below all logits, and finite, as differences of it are taken.
-inline constexpr float kLowest = -3e38f;
 
 // The dimensions of Qwen3-0.6B. The code below takes its widths from here, but is written for a row
 // of 1024 columns as one stage of 8 rows, and for two query heads of a KV head.
@@ -79,8 +57,7 @@ struct Layout {
   static constexpr int kStateWords = kBest + 4 * kCtas;
 };
 
-// Rows of the buffers of partial sums, in floats.
-inline constexpr int kSumRow = 20;
+// A row of the heads' buffer of partial sums, in floats.
 inline constexpr int kHeadRow = 264;
 
 // Shared memory of a CTA, in bytes.
@@ -98,217 +75,17 @@ inline constexpr int kSliceBytes = 384;
 inline constexpr int kLast = kSlices + kWarps * kSliceBytes;
 inline constexpr int kBestOfWarps = kLast + 2048;
 inline constexpr int kSharedBytes = kBestOfWarps + 256;
-static_assert(kSharedBytes <= 232448);
+static_assert(kSharedBytes <= kMaxSharedBytes);
 
 }  // namespace xentile::decode_step
 
 // For src/decode_step/arguments.rs.
-inline constexpr int kDecodeStepCtas = xentile::decode_step::kCtas;
-inline constexpr int kDecodeStepThreads = xentile::decode_step::kThreads;
 inline constexpr int kDecodeStepSharedBytes = xentile::decode_step::kSharedBytes;
-inline constexpr int kDecodeStepStageBytes = xentile::decode_step::kStageBytes;
 inline constexpr int kDecodeStepKvHeads = xentile::decode_step::Qwen3Small::kKvHeads;
 inline constexpr int kDecodeStepStateWords =
     xentile::decode_step::Layout<xentile::decode_step::Qwen3Small>::kStateWords;
 
-// Mirrored by `Arguments` in src/decode_step/arguments.rs. Arrays are bf16 unless a type says more.
-struct alignas(128) DecodeStepArguments {
-  // The cache as [layers * length, KV heads * 128].
-  CUtensorMap key_boxes;
-  CUtensorMap value_boxes;
-  const void* packed;          // stages of all layers, then of the head, each of all CTAs
-  const void* embedding;       // [vocab, hidden]
-  const void* attention_norm;  // [layers, hidden]
-  const void* q_norm;          // [layers, 128]
-  const void* k_norm;          // [layers, 128]
-  const void* mlp_norm;        // [layers, hidden]
-  const void* norm;            // [hidden]
-  const float* cosines;        // [length, 64]
-  const float* sines;          // [length, 64]
-  void* keys;                  // [layers, length, KV heads, 128]
-  void* values;                // [layers, length, KV heads, 128]
-  uint64_t* state;             // [Layout::kStateWords]
-  const int32_t* token;        // [1]
-  const int32_t* position;     // [1]
-  float* logits;               // [vocab]
-  int32_t* best;               // [1]
-  float* best_logp;            // [1]
-  int32_t layers;
-  int32_t vocab;
-  int32_t length;
-  float eps;
-  // Copies in flight of a CTA in layers, and the least clocks between two: deeper queues of copies
-  // hold up the packets.
-  int32_t in_flight;
-  int32_t pace;
-  // Sequences: 1 but in decode_step_wide.cuh, where arrays have them as the first extent, and the cache
-  // as the second.
-  int32_t batch;
-};
-
 namespace xentile::decode_step {
-
-__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline uint32_t pair_of(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-__device__ inline float sum_of_warp(float x) {
-#pragma unroll
-  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-// The sum of 16 partial sums, of which each of 4 neighbouring lanes has 4.
-__device__ inline float sum_of_four(const float* part) {
-  const float4 four = *reinterpret_cast<const float4*>(part);
-  float sum = (four.x + four.y) + (four.z + four.w);
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  return sum + __shfl_xor_sync(~0u, sum, 2);
-}
-
-// All consumers meet at barrier `kBarrier`, or go past it where others wait for them.
-template <int kBarrier>
-__device__ inline void meet() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kConsumers) : "memory");
-}
-
-template <int kBarrier>
-__device__ inline void pass() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kConsumers) : "memory");
-}
-
-__device__ inline void put(uint64_t* packet, uint32_t word, uint32_t tag) {
-  const uint64_t value = word | static_cast<uint64_t>(tag) << 32;
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(packet), "l"(value) : "memory");
-}
-
-__device__ inline void put(uint64_t* packet, float x, uint32_t tag) {
-  put(packet, __float_as_uint(x), tag);
-}
-
-// Waits until kPairs pairs of packets of each lane have the tag, and gives their words.
-template <int kPairs>
-__device__ inline void poll(const uint64_t* const (&pairs)[kPairs], uint32_t tag,
-                            uint32_t (&words)[2 * kPairs]) {
-#ifdef XENTILE_DECODE_STEP_TRAP
-  int polls = 0;
-#endif
-  while (true) {
-    uint32_t wrong = 0;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      uint32_t first, second;
-      asm volatile(
-          "{\n"
-          ".reg .b64 a, b;\n"
-          "ld.relaxed.gpu.global.v2.b64 {a, b}, [%4];\n"
-          "mov.b64 {%0, %1}, a;\n"
-          "mov.b64 {%2, %3}, b;\n"
-          "}\n"
-          : "=r"(words[2 * i]), "=r"(first), "=r"(words[2 * i + 1]), "=r"(second)
-          : "l"(pairs[i])
-          : "memory");
-      wrong |= (first ^ tag) | (second ^ tag);
-    }
-    if (__all_sync(~0u, wrong == 0)) return;
-#ifdef XENTILE_DECODE_STEP_TRAP
-    if (++polls > 2000000) {
-      printf("stuck: cta %d thread %d tag %u\n", blockIdx.x, threadIdx.x, tag);
-      __trap();
-    }
-#endif
-  }
-}
-
-// The same of one pair, as floats.
-__device__ inline float2 poll_pair(const uint64_t* pair, uint32_t tag) {
-  const uint64_t* const pairs[1] = {pair};
-  uint32_t words[2];
-  poll(pairs, tag, words);
-  return make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
-}
-
-// sums += a b for 16 columns: rows g of A have a0 and a2, rows g + 8 have a1 and a3.
-__device__ inline void mma(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                           uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The same for 32 columns, of which a lane has 8 that follow each other.
-__device__ inline void mma(float (&sums)[4], const uint4& upper, const uint4& lower,
-                           const uint4& x) {
-  mma(sums, upper.x, lower.x, upper.y, lower.y, x.x, x.y);
-  mma(sums, upper.z, lower.z, upper.w, lower.w, x.z, x.w);
-}
-
-__device__ inline uint4 load_transposed(uint32_t row) {
-  uint4 x;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(row)
-               : "memory");
-  return x;
-}
-
-// The cached positions of a CTA's split.
-struct Split {
-  int start;
-  int count;
-  int stages;
-};
-
-__device__ inline Split split_of(int position, int split) {
-  const int size = (position + kSplits - 1) / kSplits;
-  const int start = split * size;
-  const int count = max(0, min(size, position - start));
-  return {start, count, (count + kStageKeys - 1) / kStageKeys};
-}
-
-// The largest logit, the first row that has it, and the sum of exp(logit - largest).
-struct Best {
-  float logit = kLowest;
-  int row = 0;
-  float sum = 0.0f;
-
-  __device__ void merge(float other, int other_row, float other_sum) {
-    const float most = fmaxf(logit, other);
-    sum = sum * ptx::ex2((logit - most) * kLog2E) + other_sum * ptx::ex2((other - most) * kLog2E);
-    if (other > logit || (other == logit && other_row < row)) row = other_row;
-    logit = most;
-  }
-
-  // Merges those of lanes whose number differs in the bits from `kFirst` on, below `kStop`.
-  template <int kFirst, int kStop>
-  __device__ void merge_lanes() {
-#pragma unroll
-    for (int step = kFirst; step < kStop; step *= 2) {
-      const float other = __shfl_xor_sync(~0u, logit, step);
-      const int other_row = __shfl_xor_sync(~0u, row, step);
-      const float other_sum = __shfl_xor_sync(~0u, sum, step);
-      merge(other, other_row, other_sum);
-    }
-  }
-};
-
-// A place in the ring, and the parity of its barrier's phase.
-struct Place {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 __device__ inline int head_stages(int vocab) {
   return ((vocab + 7) / 8 - static_cast<int>(blockIdx.x) + kCtas - 1) / kCtas;
@@ -321,24 +98,24 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, int 
   const uint32_t full = ring + kBarriers, empty = full + kStages * 8;
   const uint64_t policy = ptx::evict_first();
   const int kv_head = blockIdx.x / kSplits;
-  const Split cached = split_of(position, blockIdx.x % kSplits);
+  const Split cached = cache_split<kStageKeys>(position, blockIdx.x % kSplits);
   const uint8_t* from = static_cast<const uint8_t*>(a.packed) + blockIdx.x * size_t{kStageBytes};
-  Place next{0, 1}, landed;
-  int in_flight = 0, most = a.in_flight;
+  RingSlot<kStages> next{0, 1}, landed;
+  int in_flight = 0, max_in_flight = a.in_flight;
   long long last = clock64();
-  // Fills a stage by `copy`, and waits until fewer than `most` copies have not landed.
+  // Fills a stage by `copy`, and waits until fewer than `max_in_flight` copies have not landed.
   auto fill = [&](auto copy) {
     const uint32_t barrier = full + 8 * next.slot;
     ptx::mbarrier_wait(empty + 8 * next.slot, next.parity);
     ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
     copy(ring + next.slot * kStageBytes, barrier);
     next.advance();
-    for (++in_flight; in_flight >= most; --in_flight) {
+    for (++in_flight; in_flight >= max_in_flight; --in_flight) {
       ptx::mbarrier_wait(full + 8 * landed.slot, landed.parity);
       landed.advance();
     }
   };
-  auto weights = [&](int count, int pace) {
+  auto copy_weights = [&](int count, int pace) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       fill([&](uint32_t to, uint32_t barrier) {
@@ -352,7 +129,7 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, int 
   };
 #pragma unroll 1
   for (int layer = 0; layer < a.layers; ++layer) {
-    weights(Sizes::kQkvStages, a.pace);
+    copy_weights(Sizes::kQkvStages, a.pace);
 #pragma unroll 1
     for (int stage = 0; stage < cached.stages; ++stage) {
       fill([&](uint32_t to, uint32_t barrier) {
@@ -365,43 +142,26 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, int 
         }
       });
     }
-    weights(Sizes::kLayerStages - Sizes::kQkvStages, a.pace);
+    copy_weights(Sizes::kLayerStages - Sizes::kQkvStages, a.pace);
   }
   // The head waits for nothing: full depth.
-  most = kStages;
-  weights(head_stages(a.vocab), 0);
+  max_in_flight = kStages;
+  copy_weights(head_stages(a.vocab), 0);
 }
 
-// What a consumer warp has of its CTA.
-struct Warp {
-  uint8_t* shared;
-  uint32_t ring;
-  int warp, lane;
-  // Rows of A, and columns of it and of sums, of this lane.
-  int g, t;
-  Place place;
-
-  __device__ Warp(uint8_t* shared, int warp)
-      : shared(shared),
-        ring(ptx::shared_address(shared)),
-        warp(warp),
-        lane(threadIdx.x % 32),
-        g(lane / 4),
-        t(lane % 4) {}
+// A consumer warp of a CTA.
+struct Warp : RingReader<kStages> {
+  using RingReader::RingReader;
 
   template <class T>
   __device__ T* at(int offset) const {
     return reinterpret_cast<T*>(shared + offset);
   }
 
-  __device__ uint32_t stage() const { return ring + place.slot * kStageBytes; }
-
-  __device__ void wait() const { ptx::mbarrier_wait(ring + kBarriers + 8 * place.slot, place.parity); }
-
   // Frees a slot for the copy engine, as so many of its warps.
   __device__ void free_slot(int slot, int warps = 1) const {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ring + kBarriers + (kStages + slot) * 8, warps);
+    if (lane == 0) ptx::mbarrier_arrive(empty(slot), warps);
   }
 
   __device__ void release() {
@@ -411,10 +171,7 @@ struct Warp {
 
   // Loads this warp's 64 columns of 8 rows.
   __device__ void load(uint4& first, uint4& second) {
-    wait();
-    const uint32_t from = stage() + warp * 1024 + lane * 16;
-    first = ptx::load_shared(from);
-    second = ptx::load_shared(from + 512);
+    load_stage(first, second);
     release();
   }
 
@@ -431,16 +188,16 @@ template <int kRows>
 __device__ inline void multiply_rows(const Warp& w, float2 x, uint32_t norm,
                                      const uint4 (&first)[kRows], const uint4 (&second)[kRows]) {
   static_assert(kRows % 2 == 0);
-  w.slice()[w.lane] = pair_of(x.x * low(norm), x.y * high(norm));
+  w.slice()[w.lane] = pack(x.x * low_float(norm), x.y * high_float(norm));
   __syncwarp();
   const uint32_t from = w.slice_address();
   const uint4 x_first = ptx::load_shared(from), x_second = ptx::load_shared(from + 64);
   float sums[kRows / 2][4] = {};
 #pragma unroll
-  for (int r = 0; r < kRows / 2; ++r) mma(sums[r], first[2 * r], first[2 * r + 1], x_first);
+  for (int r = 0; r < kRows / 2; ++r) multiply(sums[r], first[2 * r], first[2 * r + 1], x_first);
 #pragma unroll
-  for (int r = 0; r < kRows / 2; ++r) mma(sums[r], second[2 * r], second[2 * r + 1], x_second);
-  const float squares = sum_of_warp(x.x * x.x + x.y * x.y);
+  for (int r = 0; r < kRows / 2; ++r) multiply(sums[r], second[2 * r], second[2 * r + 1], x_second);
+  const float squares = warp_sum(x.x * x.x + x.y * x.y);
   float* rows = w.at<float>(kRowSums);
   if (w.t == 0) {
 #pragma unroll
@@ -455,7 +212,7 @@ __device__ inline void multiply_rows(const Warp& w, float2 x, uint32_t norm,
 // The factor of RMSNorm, of squares that all warps left.
 template <int kHidden>
 __device__ inline float norm_factor(const Warp& w, float eps) {
-  return rsqrtf(sum_of_four(w.at<float>(kSquares) + 4 * w.t) * (1.0f / kHidden) + eps);
+  return rsqrtf(sum_partials(w.at<float>(kSquares) + 4 * w.t) * (1.0f / kHidden) + eps);
 }
 
 // The GEMM of 8 rows of 1024 kParts columns: leaves sums of each warp. Rows 0 to 7 of A are even
@@ -467,21 +224,15 @@ __device__ inline void multiply_eight(const Warp& w, const uint4 (&weights)[2 * 
   const uint32_t from = w.slice_address() + 64 * (w.g & 1);
 #pragma unroll
   for (int i = 0; i < kParts; ++i)
-    mma(sums[i], weights[2 * i], weights[2 * i + 1], ptx::load_shared(from + 128 * i));
+    multiply(sums[i], weights[2 * i], weights[2 * i + 1], ptx::load_shared(from + 128 * i));
 #pragma unroll
   for (int i = 0; i < kParts; ++i) sum += sums[i][0] + sums[i][3];
   if (w.t == 0) w.at<float>(kOutSums)[w.g * kSumRow + w.warp] = sum;
 }
 
-// Attention of two query heads over 16 positions at a time, as FlashAttention has it.
-struct Head {
-  // Of head t & 1: the running maximum, in base 2, and this lane's sum of exp2(score - maximum).
-  float most = -1e30f;
-  float sum = 0.0f;
-  // Of 16 columns each: row g and g + 8, heads 0 and 1.
-  float out[8][4] = {};
-
-  // Loads 16 keys; lanes have the same columns of them as of queries.
+// Attention of two query heads over 16 positions at a time.
+struct Attention : OnlineSoftmax<kColumns, 2, 4096> {
+  // Loads 16 keys; lanes have the same columns of keys as of queries.
   __device__ static void load_keys(uint32_t rows, const Warp& w, uint4 (&upper)[4],
                                    uint4 (&lower)[4]) {
 #pragma unroll
@@ -493,53 +244,21 @@ struct Head {
     }
   }
 
-  // Adds 16 positions, of which the first `count` are there. Their values are at `rows`.
+  // Adds 16 positions, of which the first `count` exist. Their values are at `rows`.
   __device__ void add(const Warp& w, const uint4 (&upper)[4], const uint4 (&lower)[4],
                       uint32_t rows, int count) {
-    const int g = w.g, t = w.t, lane = w.lane;
     float scores[2][4] = {};
-    const uint32_t queries = w.ring + kQueries + (g & 1) * 256;
+    const uint32_t queries = w.ring + kQueries + (w.g & 1) * 256;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t chunk = 8 * (k >> 1) + 2 * t + (k & 1);
-      mma(scores[k & 1], upper[k], lower[k], ptx::load_shared(queries + (chunk << 4)));
+      const uint32_t chunk = 8 * (k >> 1) + 2 * w.t + (k & 1);
+      multiply(scores[k & 1], upper[k], lower[k], ptx::load_shared(queries + (chunk << 4)));
     }
     // Column n of scores is of head n & 1; this lane keeps head t & 1 of positions g and g + 8.
-    const int head = t & 1;
-    float first = head ? scores[0][1] + scores[1][1] : scores[0][0] + scores[1][0];
-    float second = head ? scores[0][3] + scores[1][3] : scores[0][2] + scores[1][2];
-    if (g >= count) first = kLowest;
-    if (8 + g >= count) second = kLowest;
-    float now = fmaxf(most, fmaxf(first, second));
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
-    const float factor = ptx::ex2(most - now);
-    most = now;
-    first = ptx::ex2(first - now);
-    second = ptx::ex2(second - now);
-    sum = sum * factor + (first + second);
-    const float factors[2] = {__shfl_sync(~0u, factor, 0), __shfl_sync(~0u, factor, 1)};
-    // Probabilities as B: rows are positions, columns heads.
-    const uint32_t p = pair_of(first, second);
-    const uint32_t even = __shfl_sync(~0u, p, 8 * t + (g & 1));
-    const uint32_t odd = __shfl_sync(~0u, p, 8 * t + 4 + (g & 1));
-    const uint32_t b0 = __byte_perm(even, odd, 0x5410), b1 = __byte_perm(even, odd, 0x7632);
-    // Values that are not there may be NaN.
-    const uint32_t here = present(2 * t, count), further = present(2 * t + 8, count);
-    const uint32_t row = (lane & 7) + 8 * (lane >> 4), chunk = (lane >> 3) & 1;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 v = load_transposed(rows + (i >> 2) * 4096 + row * 128 +
-                                      (((2 * (i & 3) + chunk) ^ (lane & 7)) << 4));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) out[i][k] *= factors[k & 1];
-      mma(out[i], v.x & here, v.y & here, v.z & further, v.w & further, b0, b1);
-    }
-  }
-
-  // A mask of positions `first` and the next, of `count`.
-  __device__ static uint32_t present(int first, int count) {
-    return (first < count ? 0x0000ffffu : 0u) | (first + 1 < count ? 0xffff0000u : 0u);
+    const int head = w.t & 1;
+    const float first = head ? scores[0][1] + scores[1][1] : scores[0][0] + scores[1][0];
+    const float second = head ? scores[0][3] + scores[1][3] : scores[0][2] + scores[1][2];
+    OnlineSoftmax::add(w, first, second, rows, count);
   }
 };
 
@@ -553,7 +272,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   const int cta = blockIdx.x, lane = w.lane, g = w.g, t = w.t;
   const int kv_head = cta / kSplits, split = cta % kSplits;
   const bool has_new = split == kSplits - 1;
-  const Split cached = split_of(position, split);
+  const Split cached = cache_split<kStageKeys>(position, split);
   uint64_t* const packets = a.state;
   // This CTA's copy of a vector of so many words.
   const auto copy_of = [=](int vector, int size) {
@@ -572,7 +291,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   const uint32_t* const embedding = words(a.embedding, token, kHidden);
   // Warp 0 keeps the residual of the CTA's 8 columns.
   const uint32_t own = embedding[4 * cta + g / 2];
-  float residual = g & 1 ? high(own) : low(own);
+  float residual = g & 1 ? high_float(own) : low_float(own);
 
 #pragma unroll 1
   for (int layer = 0; layer < a.layers; ++layer) {
@@ -586,19 +305,19 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       float2 x;
       if (layer == 0) {
         const uint32_t pair = embedding[32 * warp + lane];
-        x = make_float2(low(pair), high(pair));
+        x = make_float2(low_float(pair), high_float(pair));
       } else {
         x = poll_pair(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, tag - 1);
       }
       multiply_rows(w, x, norm, first, second);
       if (warp < kRows) {
-        meet<1>();
+        sync_consumers<1>();
         const int row = 8 * warp + g;
-        const float sum = sum_of_four(row_sums + row * kSumRow + 4 * t);
+        const float sum = sum_partials(row_sums + row * kSumRow + 4 * t);
         const float factor = norm_factor<kHidden>(w, a.eps);
-        if (t == 0) put(packets + Sizes::kQkv + 8 * kRows * cta + row, sum * factor, tag);
+        if (t == 0) write_packet(packets + Sizes::kQkv + 8 * kRows * cta + row, sum * factor, tag);
       } else {
-        pass<1>();
+        arrive_consumers<1>();
       }
     }
     {  // Attention: warps 0 to 7 have 16 positions of every 128 of the split each.
@@ -612,7 +331,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       for (int stage = 0; stage < early; ++stage) {
         w.wait();
         if (stage == mine) {
-          Head::load_keys(w.stage() + tile, w, upper, lower);
+          Attention::load_keys(w.stage() + tile, w, upper, lower);
           kept = w.place.slot;
           w.place.advance();
         } else {
@@ -630,36 +349,36 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const uint64_t* const from = packets + Sizes::kQkv + row + 2 * lane;
         const uint64_t* const pairs[2] = {from, from + 64};
         uint32_t found[4];
-        poll(pairs, tag, found);
+        poll_words(pairs, tag, found);
         float x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
         float factor = rsqrtf(
-            sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) * (1.0f / kColumns) +
+            warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) * (1.0f / kColumns) +
             a.eps);
         // Queries take 1 / sqrt(128), and log2(e), as scores are exponents of 2.
         if (is_query) factor *= 0.08838834764f * kLog2E;
-        const float y0 = x[0] * factor * low(norm_first), y1 = x[1] * factor * high(norm_first);
-        const float z0 = x[2] * factor * low(norm_second), z1 = x[3] * factor * high(norm_second);
+        const float y0 = x[0] * factor * low_float(norm_first), y1 = x[1] * factor * high_float(norm_first);
+        const float z0 = x[2] * factor * low_float(norm_second), z1 = x[3] * factor * high_float(norm_second);
         auto* to = reinterpret_cast<uint32_t*>(is_query ? queries + (warp - 8) * kColumns : new_key);
-        to[lane] = pair_of(y0 * cosine.x - z0 * sine.x, y1 * cosine.y - z1 * sine.y);
-        to[32 + lane] = pair_of(z0 * cosine.x + y0 * sine.x, z1 * cosine.y + y1 * sine.y);
+        to[lane] = pack(y0 * cosine.x - z0 * sine.x, y1 * cosine.y - z1 * sine.y);
+        to[32 + lane] = pack(z0 * cosine.x + y0 * sine.x, z1 * cosine.y + y1 * sine.y);
       } else if (warp == 11 && has_new) {  // The value, of both heads.
         const uint64_t* const from =
             packets + Sizes::kQkv + Sizes::kQuery + Sizes::kKv + kv_head * kColumns + 4 * lane;
         const uint64_t* const pairs[2] = {from, from + 2};
         uint32_t v[4];
-        poll(pairs, tag, v);
-        const uint2 rounded = make_uint2(pair_of(__uint_as_float(v[0]), __uint_as_float(v[1])),
-                                         pair_of(__uint_as_float(v[2]), __uint_as_float(v[3])));
+        poll_words(pairs, tag, v);
+        const uint2 rounded = make_uint2(pack(__uint_as_float(v[0]), __uint_as_float(v[1])),
+                                         pack(__uint_as_float(v[2]), __uint_as_float(v[3])));
         reinterpret_cast<uint2*>(new_value)[lane] = rounded;
         auto* to = reinterpret_cast<float4*>(head_sums + 8 * kHeadRow + 8 * lane);
-        to[0] = make_float4(low(rounded.x), low(rounded.x), high(rounded.x), high(rounded.x));
-        to[1] = make_float4(low(rounded.y), low(rounded.y), high(rounded.y), high(rounded.y));
+        to[0] = make_float4(low_float(rounded.x), low_float(rounded.x), high_float(rounded.x), high_float(rounded.x));
+        to[1] = make_float4(low_float(rounded.y), low_float(rounded.y), high_float(rounded.y), high_float(rounded.y));
       }
-      meet<2>();
+      sync_consumers<2>();
       if (warp < 8) {
-        Head head;
+        Attention head;
         if (kept >= 0) {
           const int count = cached.count - 16 * warp;
           if (count > 0)
@@ -671,15 +390,13 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
           w.wait();
           const int count = cached.count - stage * kStageKeys - 16 * (warp & 1);
           if ((stage & 3) == mine && count > 0) {
-            Head::load_keys(w.stage() + tile, w, upper, lower);
+            Attention::load_keys(w.stage() + tile, w, upper, lower);
             head.add(w, upper, lower, w.stage() + 8192 + tile, count);
           }
           w.release();
         }
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2)
-          head.sum += __shfl_xor_sync(~0u, head.sum, step);
-        if (lane < 2) maxima[2 * warp + lane] = make_float2(head.most, head.sum);
+        head.sum_lanes();
+        if (lane < 2) maxima[2 * warp + lane] = make_float2(head.max, head.sum);
         if (t == 0) {
           float* to = head_sums + warp * kHeadRow + 2 * g;
 #pragma unroll
@@ -689,7 +406,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
                 make_float2(head.out[i][2], head.out[i][3]);
           }
         }
-        meet<3>();
+        sync_consumers<3>();
         // Merges the warps: this thread has head `of` of a column.
         const int i = warp * 32 + lane, of = lane & 1;
         const float2 one = maxima[lane & 15], added = maxima[16 + of];
@@ -709,14 +426,14 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
             out += __shfl_sync(~0u, weight, 2 * q + of) * head_sums[q * kHeadRow + i];
         }
         const int part = (2 * kv_head + of) * kSplits + split;
-        put(packets + Sizes::kPartial + part * kColumns + (i >> 1), out, tag);
+        write_packet(packets + Sizes::kPartial + part * kColumns + (i >> 1), out, tag);
         if (warp == 0) {
           float sum = weight * one.y;
 #pragma unroll
           for (int step = 2; step < 16; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
           sum += new_weight * added.y;
           if (lane < 4)
-            put(packets + Sizes::kPartialSums + 2 * part + (lane >> 1), lane < 2 ? most : sum, tag);
+            write_packet(packets + Sizes::kPartialSums + 2 * part + (lane >> 1), lane < 2 ? most : sum, tag);
         }
       } else {
         if (warp == 12 && has_new) {  // Scores of the new key.
@@ -725,12 +442,12 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const uint2 q = reinterpret_cast<uint2*>(queries + h * kColumns)[lane];
-            scores[h] = sum_of_warp(low(k.x) * low(q.x) + high(k.x) * high(q.x) +
-                                    low(k.y) * low(q.y) + high(k.y) * high(q.y));
+            scores[h] = warp_sum(low_float(k.x) * low_float(q.x) + high_float(k.x) * high_float(q.x) +
+                                    low_float(k.y) * low_float(q.y) + high_float(k.y) * high_float(q.y));
           }
           if (lane < 2) maxima[16 + lane] = make_float2(lane ? scores[1] : scores[0], 1.0f);
         }
-        pass<3>();
+        arrive_consumers<3>();
 #pragma unroll 1
         for (int stage = early; stage < cached.stages; ++stage) {
           w.wait();
@@ -753,52 +470,25 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       for (int i = 0; i < kParts; ++i) w.load(weights[2 * i], weights[2 * i + 1]);
       if (warp == 0) {  // Merges the splits of 16 columns of a head.
         const int part = (cta >> 3) * kSplits + (lane >> 3) * 4, column = lane & 7;
-        const uint64_t* pairs[8];
-        uint32_t found[16];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          pairs[i] = packets + Sizes::kPartial + (part + i) * kColumns + (cta & 7) * 16 + 2 * column;
-          pairs[4 + i] = packets + Sizes::kPartialSums + 2 * (part + i);
-        }
-        poll(pairs, tag, found);
-        float x[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(found[i]);
-        float most = fmaxf(fmaxf(x[8], x[10]), fmaxf(x[12], x[14]));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-        float first = 0.0f, second = 0.0f, sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float weight = ptx::ex2(x[8 + 2 * i] - most);
-          first += weight * x[2 * i];
-          second += weight * x[2 * i + 1];
-          sum += weight * x[9 + 2 * i];
-        }
-#pragma unroll
-        for (int step = 8; step < 32; step *= 2) {
-          first += __shfl_xor_sync(~0u, first, step);
-          second += __shfl_xor_sync(~0u, second, step);
-          sum += __shfl_xor_sync(~0u, sum, step);
-        }
-        const float factor = 1.0f / sum;
+        const float3 merged = merge_splits<kColumns, Sizes::kPartial, Sizes::kPartialSums>(
+            packets, part, (cta & 7) * 16, column, tag);
         static_assert(kCopies == 4);
-        put(packets + Sizes::kAttention + (lane >> 3) * (Sizes::kQuery / 2) + 8 * cta + column,
-            pair_of(first * factor, second * factor), tag);
+        write_packet(packets + Sizes::kAttention + (lane >> 3) * (Sizes::kQuery / 2) + 8 * cta + column,
+                     pack(merged.x * merged.z, merged.y * merged.z), tag);
       }
       const uint64_t* const pairs[1] = {copy_of(Sizes::kAttention, Sizes::kQuery / 2) + 64 * warp +
                                         2 * lane};
       uint32_t x[2];
-      poll(pairs, tag, x);
+      poll_words(pairs, tag, x);
       reinterpret_cast<uint2*>(w.slice())[lane] = make_uint2(x[0], x[1]);
       __syncwarp();
       multiply_eight<kParts>(w, weights);
       if (warp == 0) {
-        meet<4>();
-        residual += sum_of_four(out_sums + g * kSumRow + 4 * t);
-        put(packets + Sizes::kMiddle + t * kHidden + 8 * cta + g, residual, tag);
+        sync_consumers<4>();
+        residual += sum_partials(out_sums + g * kSumRow + 4 * t);
+        write_packet(packets + Sizes::kMiddle + t * kHidden + 8 * cta + g, residual, tag);
       } else {
-        pass<4>();
+        arrive_consumers<4>();
       }
     }
     {  // Gate and up: 24 rows each.
@@ -813,20 +503,20 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       const float2 x = poll_pair(copy_of(Sizes::kMiddle, kHidden) + 64 * warp + 2 * lane, tag);
       multiply_rows(w, x, norm, first, second);
       if (warp < kRows) {
-        meet<5>();
+        sync_consumers<5>();
         const int row = 8 * warp + g;
-        float gate = sum_of_four(row_sums + row * kSumRow + 4 * t);
-        float up = sum_of_four(row_sums + (8 * kRows + row) * kSumRow + 4 * t);
+        float gate = sum_partials(row_sums + row * kSumRow + 4 * t);
+        float up = sum_partials(row_sums + (8 * kRows + row) * kSumRow + 4 * t);
         const float factor = norm_factor<kHidden>(w, a.eps);
         gate *= factor;
         up *= factor;
         const float inner = __fdividef(up * gate, 1.0f + ptx::ex2(-kLog2E * gate));
         const float next = __shfl_xor_sync(~0u, inner, 4);
         if (!(g & 1))
-          put(packets + Sizes::kInner + t * (Sizes::kMlp / 2) + 4 * kRows * cta + (row >> 1),
-              pair_of(inner, next), tag);
+          write_packet(packets + Sizes::kInner + t * (Sizes::kMlp / 2) + 4 * kRows * cta + (row >> 1),
+              pack(inner, next), tag);
       } else {
-        pass<5>();
+        arrive_consumers<5>();
       }
     }
     {  // Down: 8 rows.
@@ -838,18 +528,18 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
           copy_of(Sizes::kInner, Sizes::kMlp / 2) + 96 * warp + 2 * lane;
       const uint64_t* const pairs[2] = {from, lane < 16 ? from + 64 : from};
       uint32_t x[4];
-      poll(pairs, tag, x);
+      poll_words(pairs, tag, x);
       auto* to = reinterpret_cast<uint2*>(w.slice());
       to[lane] = make_uint2(x[0], x[1]);
       if (lane < 16) to[32 + lane] = make_uint2(x[2], x[3]);
       __syncwarp();
       multiply_eight<kParts>(w, weights);
       if (warp == 0) {
-        meet<6>();
-        residual += sum_of_four(out_sums + g * kSumRow + 4 * t);
-        put(packets + Sizes::kIn + t * kHidden + 8 * cta + g, residual, tag);
+        sync_consumers<6>();
+        residual += sum_partials(out_sums + g * kSumRow + 4 * t);
+        write_packet(packets + Sizes::kIn + t * kHidden + 8 * cta + g, residual, tag);
       } else {
-        pass<6>();
+        arrive_consumers<6>();
       }
     }
   }
@@ -857,14 +547,14 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   // The head: tiles of 8 rows, of which a warp has those in the slot of its number.
   const float2 x = poll_pair(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, base + a.layers);
   const uint32_t norm = words(a.norm, 0, kHidden)[warp * 32 + lane];
-  w.at<uint32_t>(kLast)[warp * 32 + lane] = pair_of(x.x * low(norm), x.y * high(norm));
-  const float squares = sum_of_warp(x.x * x.x + x.y * x.y);
+  w.at<uint32_t>(kLast)[warp * 32 + lane] = pack(x.x * low_float(norm), x.y * high_float(norm));
+  const float squares = warp_sum(x.x * x.x + x.y * x.y);
   if (lane == 0) w.at<float>(kSquares)[warp] = squares;
-  meet<1>();
+  sync_consumers<1>();
   const float factor = norm_factor<kHidden>(w, a.eps);
   const uint32_t last = w.ring + kLast + 64 * (g & 1) + t * 16;
   const int stages = head_stages(a.vocab);
-  Best best;
+  Argmax best;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     if (w.place.slot == warp) {
@@ -873,7 +563,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       const uint32_t from = w.stage() + lane * 16;
 #pragma unroll 4
       for (int k = 0; k < kHidden / 64; ++k)
-        mma(sums[k & 3], ptx::load_shared(from + 1024 * k), ptx::load_shared(from + 1024 * k + 512),
+        multiply(sums[k & 3], ptx::load_shared(from + 1024 * k), ptx::load_shared(from + 1024 * k + 512),
             ptx::load_shared(last + 128 * k));
       w.free_slot(w.place.slot, kWarps);
       const float sum = ((sums[0][0] + sums[1][0]) + (sums[2][0] + sums[3][0])) +
@@ -889,13 +579,10 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   }
   best.merge_lanes<4, 32>();
   float4* const warp_bests = w.at<float4>(kBestOfWarps);
-  if (lane == 0) warp_bests[warp] = make_float4(best.logit, __int_as_float(best.row), best.sum, 0.0f);
-  meet<2>();
+  if (lane == 0) warp_bests[warp] = best.to_float4();
+  sync_consumers<2>();
   if (warp != 0) return;
-  const float4 one = warp_bests[lane & 15];
-  best.logit = one.x;
-  best.row = __float_as_int(one.y);
-  best.sum = one.z;
+  best.load(warp_bests[lane & 15]);
   best.merge_lanes<1, 16>();
   const uint32_t tag = base + a.layers + 1;
   if (lane < 4) {
@@ -905,20 +592,13 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
     for (int i = 1; i < 4; ++i)
       if (lane == i) word = found[i];
-    put(packets + Sizes::kBest + 4 * cta + lane, word, tag);
+    write_packet(packets + Sizes::kBest + 4 * cta + lane, word, tag);
   }
   if (cta != 0) return;
   const uint64_t* pairs[8];
-  uint32_t found[16];
 #pragma unroll
   for (int i = 0; i < 8; ++i) pairs[i] = packets + Sizes::kBest + 16 * lane + 2 * i;
-  poll(pairs, tag, found);
-  best = Best();
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    best.merge(__uint_as_float(found[4 * i]), static_cast<int>(found[4 * i + 1]),
-               __uint_as_float(found[4 * i + 2]));
-  best.merge_lanes<1, 32>();
+  best.poll(pairs, tag);
   if (lane == 0) {
     const float rest = logf(best.sum);
     const bool is_good = isfinite(best.logit) && isfinite(rest);
@@ -943,18 +623,14 @@ __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
     }
     return;
   }
-  const uint32_t ring = ptx::shared_address(shared), barriers = ring + kBarriers;
+  const uint32_t ring = ptx::shared_address(shared);
   // Zeros, for warps and splits without positions.
   auto* sums = reinterpret_cast<float*>(shared + kHeadSums);
   for (int i = threadIdx.x; i < 9 * kHeadRow; i += kThreads) sums[i] = 0.0f;
   if (threadIdx.x < 18)
     reinterpret_cast<float2*>(shared + kMaxima)[threadIdx.x] = make_float2(-1e30f, 0.0f);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(barriers + 8 * i, 1);
-      ptx::mbarrier_init(barriers + 8 * (kStages + i), kWarps);
-    }
-    ptx::fence_mbarrier_init();
+    init_ring<kStages>(ring);
   }
   __syncthreads();
   if (warp >= kWarps) {

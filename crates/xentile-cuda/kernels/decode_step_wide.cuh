@@ -16,7 +16,7 @@
 // - Attention: two teams of 8 warps have the sequences by turns.
 #pragma once
 
-#include "decode_step.cuh"
+#include "decode_step_common.cuh"
 
 namespace xentile::decode_step::wide {
 
@@ -41,7 +41,6 @@ using LlamaLarge = Dims<4096, 32, 128, 14336, false>;
 // Outputs of a block of rows, each of which four lanes add up.
 inline constexpr int kOutputs = kConsumers / 4;
 inline constexpr int kTeamWarps = kWarps / 2;
-inline constexpr int kLargestShared = 232448;
 
 template <class Of, int kNumQuads>
 struct Plan : Of {
@@ -84,8 +83,8 @@ struct Plan : Of {
   static constexpr int kNewAt = kQueriesAt + kSequences * kGroup * Of::kHead * 2;
   static constexpr int kBestsAt = kNewAt + kSequences * 2 * Of::kHead * 2;
   static constexpr int kRestBytes = kBestsAt + 2 * kWarps * 16;
-  static constexpr int kMostStages = (kLargestShared - kRestBytes) / kStageBytes;
-  static constexpr int kRing = kMostStages < kStages ? kMostStages : kStages;
+  static constexpr int kFittingStages = (kMaxSharedBytes - kRestBytes) / kStageBytes;
+  static constexpr int kRing = kFittingStages < kMaxStages ? kFittingStages : kMaxStages;
   static constexpr int kBytes = kRing * kStageBytes + kRestBytes;
   static_assert(kRing >= 8 && kNewAt % 16 == 0 && kQueriesAt % 16 == 0 && kBestsAt % 16 == 0);
 };
@@ -97,32 +96,11 @@ struct Row {
   int unused;
 };
 
-template <class P>
-struct Slot {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++slot == P::kRing) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // Zero, once `x` is there. The compiler does not know that kThreads shifts all of it out.
 __device__ inline uint32_t zero_after(uint32_t x) {
   uint32_t zero;
   asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(x), "r"(blockDim.x));
   return zero;
-}
-
-template <class P>
-__device__ inline Split split_of(int position, int split) {
-  const int size = (position + kSplits - 1) / kSplits;
-  const int start = split * size;
-  const int count = max(0, min(size, position - start));
-  return {start, count, (count + P::kKeys - 1) / P::kKeys};
 }
 
 // The producer: one thread copies all stages of its CTA.
@@ -133,22 +111,22 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
   const auto* const packed = static_cast<const uint8_t*>(a.packed);
   const uint8_t* from = packed + blockIdx.x * size_t{kStageBytes};
-  Slot<P> next{0, 1}, landed;
-  int in_flight = 0, most = a.in_flight;
+  RingSlot<P::kRing> next{0, 1}, landed;
+  int in_flight = 0, max_in_flight = a.in_flight;
   long long last = clock64();
-  // Fills a stage by `copy`, and waits until fewer than `most` copies have not landed.
+  // Fills a stage by `copy`, and waits until fewer than `max_in_flight` copies have not landed.
   auto fill = [&](auto copy) {
     const uint32_t barrier = full + 8 * next.slot;
     ptx::mbarrier_wait(empty + 8 * next.slot, next.parity);
     ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
     copy(ring + next.slot * kStageBytes, barrier);
     next.advance();
-    for (++in_flight; in_flight >= most; --in_flight) {
+    for (++in_flight; in_flight >= max_in_flight; --in_flight) {
       ptx::mbarrier_wait(full + 8 * landed.slot, landed.parity);
       landed.advance();
     }
   };
-  auto weights = [&](int count) {
+  auto copy_weights = [&](int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       fill([&](uint32_t to, uint32_t barrier) {
@@ -162,10 +140,10 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   };
 #pragma unroll 1
   for (int layer = 0; layer < a.layers; ++layer) {
-    weights(P::kQkvGroups * P::kHiddenParts);
+    copy_weights(P::kQkvGroups * P::kHiddenParts);
 #pragma unroll 1
     for (int s = 0; s < a.batch; ++s) {
-      const Split cached = split_of<P>(rows[s].position, split);
+      const Split cached = cache_split<P::kKeys>(rows[s].position, split);
       const int first = (layer * a.batch + s) * a.length + cached.start;
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) {
@@ -181,10 +159,10 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
         });
       }
     }
-    weights(P::kLayerStages - P::kQkvGroups * P::kHiddenParts);
+    copy_weights(P::kLayerStages - P::kQkvGroups * P::kHiddenParts);
   }
   // The head waits for nothing: full depth. A tile of 8 rows has its parts side by side.
-  most = P::kRing;
+  max_in_flight = P::kRing;
   const int tiles = (a.vocab + 7) / 8;
   from = packed + static_cast<size_t>(a.layers) * P::kLayerStages * kCtas * kStageBytes;
 #pragma unroll 1
@@ -200,40 +178,29 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
 
 // A consumer warp's part of its CTA.
 template <class P>
-struct Consumer {
-  uint8_t* shared;
-  uint32_t ring;
-  int warp, lane;
-  // Rows of A, and columns of it and of sums, of this lane.
-  int g, t;
-  Slot<P> place;
-  // The block of rows that is next, for its buffer.
-  uint32_t turn = 0;
+struct Consumer : RingReader<P::kRing> {
+  using Base = RingReader<P::kRing>;
+  using Base::g;
+  using Base::lane;
+  using Base::place;
+  using Base::t;
+  using Base::warp;
 
-  __device__ Consumer(uint8_t* shared, int warp)
-      : shared(shared),
-        ring(ptx::shared_address(shared)),
-        warp(warp),
-        lane(threadIdx.x % 32),
-        g(lane / 4),
-        t(lane % 4) {}
+  // Parity chooses the buffer of the next block of rows.
+  uint32_t block = 0;
+
+  using Base::Base;
 
   template <class T>
   __device__ T* at(int offset) const {
-    return reinterpret_cast<T*>(shared + P::kRing * kStageBytes + offset);
-  }
-
-  __device__ uint32_t stage() const { return ring + place.slot * kStageBytes; }
-
-  __device__ void wait() const {
-    ptx::mbarrier_wait(ring + P::kRing * kStageBytes + 8 * place.slot, place.parity);
+    return reinterpret_cast<T*>(this->shared + P::kRing * kStageBytes + offset);
   }
 
   // Gives a stage back once `last`, of what this warp loaded from it, is there. A load that is only
   // issued may wait behind other warps' polls until the next copy, which does not pass through
   // their queue, has replaced what it reads.
   __device__ void release(uint32_t last) {
-    const uint32_t barrier = ring + P::kRing * kStageBytes + 8 * (P::kRing + place.slot);
+    const uint32_t barrier = this->empty(place.slot);
     __syncwarp();
     const uint32_t zero = zero_after(last);
     if (lane == 0) ptx::mbarrier_arrive(barrier + zero);
@@ -242,18 +209,14 @@ struct Consumer {
 
   // The same of a stage that this warp does not read.
   __device__ void skip() {
-    wait();
-    if (lane == 0)
-      ptx::mbarrier_arrive(ring + P::kRing * kStageBytes + 8 * (P::kRing + place.slot));
+    this->wait();
+    if (lane == 0) ptx::mbarrier_arrive(this->empty(place.slot));
     place.advance();
   }
 
   // Loads this warp's 64 columns of 8 rows.
   __device__ void load(uint4& first, uint4& second) {
-    wait();
-    const uint32_t from = stage() + warp * 1024 + lane * 16;
-    first = ptx::load_shared(from);
-    second = ptx::load_shared(from + 512);
+    this->load_stage(first, second);
     release(first.x | second.x);
   }
 
@@ -269,7 +232,7 @@ struct Consumer {
   }
 
   __device__ float* sums() const {
-    return at<float>(P::kSumsAt) + (turn & 1) * (kOutputs * kSumRow);
+    return at<float>(P::kSumsAt) + (block & 1) * (kOutputs * kSumRow);
   }
 
   // Writes this warp's sums of a group of rows of a block to shared memory.
@@ -285,7 +248,7 @@ struct Consumer {
 
   // The sum of all warps, of this lane's output; four neighbouring lanes have the same.
   __device__ float total() const {
-    return sum_of_four(sums() + (warp * 8 + lane / 4) * kSumRow + 4 * t);
+    return sum_partials(sums() + (warp * 8 + lane / 4) * kSumRow + 4 * t);
   }
 };
 
@@ -303,10 +266,10 @@ __device__ inline Output output_of(int warp, int lane) {
 
 // Eight elements of bf16, times weights of a norm.
 __device__ inline uint4 scaled(const float (&x)[8], const uint4& norm) {
-  return make_uint4(pair_of(x[0] * low(norm.x), x[1] * high(norm.x)),
-                    pair_of(x[2] * low(norm.y), x[3] * high(norm.y)),
-                    pair_of(x[4] * low(norm.z), x[5] * high(norm.z)),
-                    pair_of(x[6] * low(norm.w), x[7] * high(norm.w)));
+  return make_uint4(pack(x[0] * low_float(norm.x), x[1] * high_float(norm.x)),
+                    pack(x[2] * low_float(norm.y), x[3] * high_float(norm.y)),
+                    pack(x[4] * low_float(norm.z), x[5] * high_float(norm.z)),
+                    pack(x[6] * low_float(norm.w), x[7] * high_float(norm.w)));
 }
 
 // Residuals of this lane's columns of B after a norm without its factor. Leaves sums of squares.
@@ -339,7 +302,7 @@ struct Normed {
 #pragma unroll
           for (int k = 0; k < 4; ++k) pairs[4 * j + k] = from + 2 * k;
         }
-        poll(pairs, tag, words);
+        poll_words(pairs, tag, words);
 #pragma unroll
         for (int k = 0; k < 8 * kAtOnce; ++k) found[k / 8][k % 8] = __uint_as_float(words[k]);
       } else {
@@ -353,7 +316,7 @@ struct Normed {
               w.template column<P::kHiddenParts>(part));
           const uint32_t words[4] = {pair.x, pair.y, pair.z, pair.w};
 #pragma unroll
-          for (int k = 0; k < 8; ++k) found[j][k] = k & 1 ? high(words[k / 2]) : low(words[k / 2]);
+          for (int k = 0; k < 8; ++k) found[j][k] = k & 1 ? high_float(words[k / 2]) : low_float(words[k / 2]);
         }
       }
 #pragma unroll
@@ -379,7 +342,7 @@ struct Normed {
 template <class P>
 __device__ inline float norm_factor(const Consumer<P>& w, int sequence, float eps) {
   const float* squares = w.template at<float>(P::kSquaresAt) + sequence * kWarps + 4 * w.t;
-  return rsqrtf(sum_of_four(squares) * (1.0f / P::kHidden) + eps);
+  return rsqrtf(sum_partials(squares) * (1.0f / P::kHidden) + eps);
 }
 
 // The GEMM of groups of 8 rows: `finish(block)` runs once all warps have left a block's sums.
@@ -395,12 +358,12 @@ __device__ inline void multiply_rows(Consumer<P>& w, const Normed<P>& x, int gro
 #pragma unroll
     for (int part = 0; part < P::kHiddenParts; ++part)
 #pragma unroll
-      for (int q = 0; q < P::kQuads; ++q) mma(sums[q], first[part], second[part], x.x[part][q]);
+      for (int q = 0; q < P::kQuads; ++q) multiply(sums[q], first[part], second[part], x.x[part][q]);
     w.leave(group % P::kBlock, sums, batch);
     if (group % P::kBlock == P::kBlock - 1 || group == groups - 1) {
-      meet<1>();
+      sync_consumers<1>();
       finish(group / P::kBlock);
-      ++w.turn;
+      ++w.block;
     }
   }
 }
@@ -426,7 +389,7 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
                      w.template column<kParts>(part) / 2;
       pairs[2 * i + 1] = pairs[2 * i] + 2;
     }
-    poll(pairs, tag, x);
+    poll_words(pairs, tag, x);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       uint4 first[P::kOutGroups], second[P::kOutGroups];
@@ -437,7 +400,7 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
 #pragma unroll
         for (int q = 0; q < P::kQuads; ++q) {
           const uint32_t* const of = x + 4 * (j * P::kQuads + q);
-          mma(sums[i][q], first[i], second[i], make_uint4(of[0], of[1], of[2], of[3]));
+          multiply(sums[i][q], first[i], second[i], make_uint4(of[0], of[1], of[2], of[3]));
         }
     }
   }
@@ -447,74 +410,31 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
     for (int i = 0; i < P::kBlock; ++i)
       if (block * P::kBlock + i < P::kOutGroups)
         w.leave(i, sums[block * P::kBlock + i < P::kOutGroups ? block * P::kBlock + i : 0], batch);
-    meet<1>();
+    sync_consumers<1>();
     finish(block);
-    ++w.turn;
+    ++w.block;
   }
 }
 
 // Attention of the query heads of a KV head over 16 positions at a time.
 template <class P>
-struct Attention {
-  // Of head t % kGroup: the running maximum, in base 2, and this lane's sum of exponentials.
-  float most = -1e30f;
-  float sum = 0.0f;
-  // Of 16 columns each: rows g and g + 8, heads 2 t and 2 t + 1, of which there are kGroup.
-  float out[P::kHead / 16][4] = {};
-
-  // Adds 16 positions at `keys`, of which the first `count` are there; their values at `values`.
+struct Attention : OnlineSoftmax<P::kHead, P::kGroup, P::kHalfBytes> {
+  // Adds 16 positions at `keys`, of which the first `count` exist; their values at `values`.
   // Returns a word that is there once all loads are.
   __device__ uint32_t add(const Consumer<P>& w, uint32_t queries, uint32_t keys, uint32_t values,
-                      int count) {
-    const int g = w.g, t = w.t, lane = w.lane;
+                          int count) {
     float scores[2][4] = {};
     // Columns 2 t and 2 t + 1 of scores are of head t % kGroup.
-    const uint32_t query = queries + (g >> 1) % P::kGroup * (P::kHead * 2);
+    const uint32_t query = queries + (w.g >> 1) % P::kGroup * (P::kHead * 2);
 #pragma unroll
     for (int k = 0; k < P::kHead / 32; ++k) {
-      const uint32_t chunk = 2 * t + (k & 1);
-      const uint32_t from = keys + (k >> 1) * P::kHalfBytes + g * 128 + ((chunk ^ g) << 4);
-      mma(scores[k & 1], ptx::load_shared(from), ptx::load_shared(from + 1024),
-          ptx::load_shared(query + ((8 * (k >> 1) + chunk) << 4)));
+      const uint32_t chunk = 2 * w.t + (k & 1);
+      const uint32_t from = keys + (k >> 1) * P::kHalfBytes + w.g * 128 + ((chunk ^ w.g) << 4);
+      multiply(scores[k & 1], ptx::load_shared(from), ptx::load_shared(from + 1024),
+               ptx::load_shared(query + ((8 * (k >> 1) + chunk) << 4)));
     }
-    float first = scores[0][0] + scores[1][0], second = scores[0][2] + scores[1][2];
-    if (g >= count) first = kLowest;
-    if (8 + g >= count) second = kLowest;
-    float now = fmaxf(most, fmaxf(first, second));
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
-    const float factor = ptx::ex2(most - now);
-    most = now;
-    first = ptx::ex2(first - now);
-    second = ptx::ex2(second - now);
-    sum = sum * factor + (first + second);
-    const float factors[2] = {__shfl_sync(~0u, factor, 2 * t % P::kGroup),
-                              __shfl_sync(~0u, factor, (2 * t + 1) % P::kGroup)};
-    // Probabilities as B: rows are positions, column n is head n % kGroup.
-    const uint32_t p = pair_of(first, second);
-    const uint32_t even = __shfl_sync(~0u, p, 8 * t + g % P::kGroup);
-    const uint32_t odd = __shfl_sync(~0u, p, 8 * t + 4 + g % P::kGroup);
-    const uint32_t b0 = __byte_perm(even, odd, 0x5410), b1 = __byte_perm(even, odd, 0x7632);
-    // Values that are not there may be NaN.
-    const uint32_t here = present(2 * t, count), further = present(2 * t + 8, count);
-    const uint32_t row = (lane & 7) + 8 * (lane >> 4), chunk = (lane >> 3) & 1;
-    // Scores, of which these are, have all keys.
-    uint32_t last = p;
-#pragma unroll
-    for (int i = 0; i < P::kHead / 16; ++i) {
-      const uint4 v = load_transposed(values + (i >> 2) * P::kHalfBytes + row * 128 +
-                                      (((2 * (i & 3) + chunk) ^ (lane & 7)) << 4));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) out[i][k] *= factors[k & 1];
-      mma(out[i], v.x & here, v.y & here, v.z & further, v.w & further, b0, b1);
-      last |= v.x;
-    }
-    return last;
-  }
-
-  // A mask of positions `first` and the next, of `count`.
-  __device__ static uint32_t present(int first, int count) {
-    return (first < count ? 0x0000ffffu : 0u) | (first + 1 < count ? 0xffff0000u : 0u);
+    return Attention::OnlineSoftmax::add(w, scores[0][0] + scores[1][0],
+                                         scores[0][2] + scores[1][2], values, count);
   }
 };
 
@@ -552,7 +472,7 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     const uint64_t* const from = a.state + P::kQkvAt + s * P::kQkv + first + 2 * l;
     const uint64_t* const pairs[2] = {from, from + P::kHead / 2};
     uint32_t found[4];
-    poll(pairs, tag, found);
+    poll_words(pairs, tag, found);
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
@@ -560,13 +480,13 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
     if (kind <= P::kGroup) {
       if constexpr (P::kHeadNorms) {
         const float factor =
-            rsqrtf(sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) *
+            rsqrtf(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) *
                        (1.0f / P::kHead) +
                    a.eps);
-        x[0] *= factor * low(norm_first);
-        x[1] *= factor * high(norm_first);
-        x[2] *= factor * low(norm_second);
-        x[3] *= factor * high(norm_second);
+        x[0] *= factor * low_float(norm_first);
+        x[1] *= factor * high_float(norm_first);
+        x[2] *= factor * low_float(norm_second);
+        x[3] *= factor * high_float(norm_second);
       }
       const float y[4] = {x[0] * cosine.x - x[2] * sine.x, x[1] * cosine.y - x[3] * sine.y,
                           x[2] * cosine.x + x[0] * sine.x, x[3] * cosine.y + x[1] * sine.y};
@@ -580,8 +500,8 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
       to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (s * P::kGroup + kind) * P::kHead;
     else
       to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * s + kind - P::kGroup) * P::kHead;
-    reinterpret_cast<uint32_t*>(to)[l] = pair_of(x[0], x[1]);
-    reinterpret_cast<uint32_t*>(to)[kQuarter + l] = pair_of(x[2], x[3]);
+    reinterpret_cast<uint32_t*>(to)[l] = pack(x[0], x[1]);
+    reinterpret_cast<uint32_t*>(to)[kQuarter + l] = pack(x[2], x[3]);
   }
 }
 
@@ -600,9 +520,9 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
     for (int i = 0; i < P::kHead / 64; ++i) {
       const uint32_t k = reinterpret_cast<const uint32_t*>(of)[32 * i + lane];
       const uint32_t q = reinterpret_cast<const uint32_t*>(queries + h * P::kHead)[32 * i + lane];
-      score += low(k) * low(q) + high(k) * high(q);
+      score += low_float(k) * low_float(q) + high_float(k) * high_float(q);
     }
-    score = sum_of_warp(score);
+    score = warp_sum(score);
     if (lane == 0) w.template at<float>(P::kScoresAt)[s * P::kGroup + h] = score;
   }
   const Row row = w.template at<Row>(P::kRowsAt)[s];
@@ -624,14 +544,14 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
   const int lane = w.lane, team = w.warp / kTeamWarps, member = w.warp % kTeamWarps;
   const bool has_new = split == kSplits - 1;
   prepare_heads(w, a, layer, kv_head, has_new, tag);
-  meet<2>();
+  sync_consumers<2>();
   if (const int s = 2 * member + team; has_new && s < a.batch) add_new(w, a, layer, s, kv_head);
   float* const head_sums = w.template at<float>(P::kHeadSumsAt) + team * (kTeamWarps * P::kHeadRow);
   float2* const maxima = w.template at<float2>(P::kMaximaAt) + team * (kTeamWarps * P::kGroup);
   const uint32_t tile = member % P::kTiles * 2048;
 #pragma unroll 1
   for (int s = 0; s < a.batch; ++s) {
-    const Split cached = split_of<P>(w.template at<Row>(P::kRowsAt)[s].position, split);
+    const Split cached = cache_split<P::kKeys>(w.template at<Row>(P::kRowsAt)[s].position, split);
     if (s % 2 != team) {
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) w.skip();
@@ -651,10 +571,9 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
     }
     // Warps with positions.
     const int used = min(kTeamWarps, (cached.count + 15) / 16);
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) one.sum += __shfl_xor_sync(~0u, one.sum, step);
+    one.sum_lanes();
     if (member < used) {
-      if (lane < P::kGroup) maxima[member * P::kGroup + lane] = make_float2(one.most, one.sum);
+      if (lane < P::kGroup) maxima[member * P::kGroup + lane] = make_float2(one.max, one.sum);
       if (w.t < P::kGroup / 2) {
         float* const to = head_sums + member * P::kHeadRow + w.g * P::kGroup + 2 * w.t;
 #pragma unroll
@@ -696,12 +615,12 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
     const int part = (s * P::kHeads + P::kGroup * kv_head + of) * kSplits + split;
 #pragma unroll
     for (int r = 0; r < kColumnsOf; ++r)
-      put(a.state + P::kPartial + part * P::kHead +
+      write_packet(a.state + P::kPartial + part * P::kHead +
               (member * 32 + lane + r * 32 * kTeamWarps) / P::kGroup,
           out[r], tag);
     if (member == 0 && lane < P::kGroup) {
-      put(a.state + P::kPartialSums + 2 * part, most, tag);
-      put(a.state + P::kPartialSums + 2 * part + 1, sum, tag);
+      write_packet(a.state + P::kPartialSums + 2 * part, most, tag);
+      write_packet(a.state + P::kPartialSums + 2 * part + 1, sum, tag);
     }
     // The team's sums are free again.
     meet_team(team);
@@ -716,81 +635,43 @@ __device__ inline void combine(const Consumer<P>& w, const DecodeStepArguments& 
   if (s >= a.batch) return;
   const int first_column = (blockIdx.x * kBlocks + w.warp % kBlocks) * 16, column = lane & 7;
   const int part = (s * P::kHeads + first_column / P::kHead) * kSplits + (lane >> 3) * 4;
-  const uint64_t* pairs[8];
-  uint32_t found[16];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = a.state + P::kPartial + (part + i) * P::kHead + first_column % P::kHead + 2 * column;
-    pairs[4 + i] = a.state + P::kPartialSums + 2 * (part + i);
-  }
-  poll(pairs, tag, found);
-  float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(found[i]);
-  float most = fmaxf(fmaxf(x[8], x[10]), fmaxf(x[12], x[14]));
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-  float first = 0.0f, second = 0.0f, sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float weight = ptx::ex2(x[8 + 2 * i] - most);
-    first += weight * x[2 * i];
-    second += weight * x[2 * i + 1];
-    sum += weight * x[9 + 2 * i];
-  }
-#pragma unroll
-  for (int step = 8; step < 32; step *= 2) {
-    first += __shfl_xor_sync(~0u, first, step);
-    second += __shfl_xor_sync(~0u, second, step);
-    sum += __shfl_xor_sync(~0u, sum, step);
-  }
-  const float factor = 1.0f / sum;
+  const float3 merged = merge_splits<P::kHead, P::kPartial, P::kPartialSums>(
+      a.state, part, first_column % P::kHead, column, tag);
   static_assert(kCopies == 4);
-  put(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
+  write_packet(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
           first_column / 2 + column,
-      pair_of(first * factor, second * factor), tag);
+               pack(merged.x * merged.z, merged.y * merged.z), tag);
 }
 
 // The largest logit of each sequence over all CTAs, and the last tag.
 template <class P>
-__device__ inline void choose(const Consumer<P>& w, const DecodeStepArguments& a, Best best,
+__device__ inline void choose(const Consumer<P>& w, const DecodeStepArguments& a, Argmax best,
                               uint32_t tag) {
   const int lane = w.lane, cta = blockIdx.x;
   // Of a warp, lanes that differ in bits 2 and 3 have the same sequence.
   best.merge_lanes<4, 16>();
   float4* const bests = w.template at<float4>(P::kBestsAt);
   if (lane % 16 == 0)
-    bests[2 * w.warp + lane / 16] =
-        make_float4(best.logit, __int_as_float(best.row), best.sum, 0.0f);
-  meet<2>();
+    bests[2 * w.warp + lane / 16] = best.to_float4();
+  sync_consumers<2>();
   if (w.warp == 0) {
-    const float4 one = bests[lane];
-    best.logit = one.x;
-    best.row = __float_as_int(one.y);
-    best.sum = one.z;
+    best.load(bests[lane]);
     best.merge_lanes<P::kSequences, 32>();
     if (lane < a.batch) {
       uint64_t* const to = a.state + P::kBest + (cta * P::kSequences + lane) * 4;
-      put(to, best.logit, tag);
-      put(to + 1, static_cast<uint32_t>(best.row), tag);
-      put(to + 2, best.sum, tag);
-      put(to + 3, 0u, tag);
+      write_packet(to, best.logit, tag);
+      write_packet(to + 1, static_cast<uint32_t>(best.row), tag);
+      write_packet(to + 2, best.sum, tag);
+      write_packet(to + 3, 0u, tag);
     }
   }
   if (cta != 0) return;
   if (const int s = w.warp; s < a.batch) {
     const uint64_t* pairs[8];
-    uint32_t found[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       pairs[i] = a.state + P::kBest + ((lane * 4 + i / 2) * P::kSequences + s) * 4 + i % 2 * 2;
-    poll(pairs, tag, found);
-    best = Best();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      best.merge(__uint_as_float(found[4 * i]), static_cast<int>(found[4 * i + 1]),
-                 __uint_as_float(found[4 * i + 2]));
-    best.merge_lanes<1, 32>();
+    best.poll(pairs, tag);
     if (lane == 0) {
       const float rest = logf(best.sum);
       const bool is_good =
@@ -799,7 +680,7 @@ __device__ inline void choose(const Consumer<P>& w, const DecodeStepArguments& a
       a.best_logp[s] = is_good ? -rest : __int_as_float(0x7fffffff);
     }
   }
-  meet<2>();
+  sync_consumers<2>();
   // All CTAs have read the old one: their packets are here.
   if (threadIdx.x == 0) a.state[0] = tag;
 }
@@ -841,7 +722,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
     for (int i = 0; i < P::kOutBlocks; ++i)
       if (i == block) next = residual[i] += total;
     if (is_there && group < P::kOutGroups)
-      put(packets + vector + (w.t * P::kSequences + own.sequence) * kHidden +
+      write_packet(packets + vector + (w.t * P::kSequences + own.sequence) * kHidden +
               (cta * P::kOutGroups + group) * 8 + own.row,
           next, tag);
   };
@@ -859,7 +740,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const int group = block * P::kBlock + own.group;
         const float total = w.total();
         if (is_there && group < P::kQkvGroups && w.t == 0)
-          put(packets + P::kQkvAt + own.sequence * P::kQkv + (cta * P::kQkvGroups + group) * 8 +
+          write_packet(packets + P::kQkvAt + own.sequence * P::kQkv + (cta * P::kQkvGroups + group) * 8 +
                   own.row,
               total * factor, tag);
       });
@@ -882,9 +763,9 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const float inner = __fdividef(up * gate, 1.0f + ptx::ex2(-kLog2E * gate));
         const float next = __shfl_xor_sync(~0u, inner, 8);
         if (is_there && pair < P::kMlpGroups && own.group % 2 == 0 && own.row % 2 == 0)
-          put(packets + P::kInner + (w.t * P::kSequences + own.sequence) * (P::kMlp / 2) +
+          write_packet(packets + P::kInner + (w.t * P::kSequences + own.sequence) * (P::kMlp / 2) +
                   (cta * P::kMlpGroups + pair) * 4 + own.row / 2,
-              pair_of(inner, next), tag);
+              pack(inner, next), tag);
       });
     }
     multiply_columns<P, P::kMlpParts>(w, copy_of(P::kInner, P::kMlp / 2), tag, a.batch,
@@ -894,7 +775,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   Normed<P> x;
   x.read(w, a, a.norm, copy_of(P::kIn, kHidden), base + a.layers);
   float factor = 0.0f;
-  Best best;
+  Argmax best;
   const bool is_valid = rows[own.sequence].is_valid;
   const int groups = ((a.vocab + 7) / 8 - cta + kCtas - 1) / kCtas;
   multiply_rows(w, x, groups, a.batch, [&](int block) {
@@ -915,7 +796,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 template <class P>
 __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const uint32_t ring = ptx::shared_address(shared), barriers = ring + P::kRing * kStageBytes;
+  const uint32_t ring = ptx::shared_address(shared);
   auto* const rows = reinterpret_cast<Row*>(shared + P::kRing * kStageBytes + P::kRowsAt);
   bool has_valid = false;
   for (int s = 0; s < P::kSequences; ++s) {
@@ -936,11 +817,7 @@ __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
     return;
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < P::kRing; ++i) {
-      ptx::mbarrier_init(barriers + 8 * i, 1);
-      ptx::mbarrier_init(barriers + 8 * (P::kRing + i), kWarps);
-    }
-    ptx::fence_mbarrier_init();
+    init_ring<P::kRing>(ring);
   }
   __syncthreads();
   if (warp >= kWarps) {

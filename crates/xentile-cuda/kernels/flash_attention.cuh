@@ -15,6 +15,7 @@
 #include "element.cuh"
 #include "flash_attention_hopper.cuh"
 #include "hopper.cuh"
+#include "mma.cuh"
 #include "ptx.cuh"
 
 namespace xentile {
@@ -140,24 +141,9 @@ struct __align__(16) Note {
   }
 };
 
-// sum += left right, of 16-bit operands of 16 x 16 and 16 x 8 and float32 sums.
-template <class E>
-__device__ inline void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right_0,
-                                uint32_t right_1) {
-  if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_0), "r"(right_1));
-  }
-}
+using mma::load_matrices;
+using mma::load_matrices_transposed;
+using mma::multiply;
 
 // A float32 as the sum of two TF32 values of 11 bits: the nearest one, and the rest, whose low bits `mma` ignores. One
 // of them is NaN for a NaN.
@@ -207,21 +193,6 @@ struct WideLeft {
     for (int i = 0; i < 4; ++i) sum[i] += part[i];
   }
 };
-
-// Loads four 8 x 8 matrices; each lane gives the address of a row.
-__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(at)
-               : "memory");
-}
-
-__device__ inline void load_transposed(uint32_t (&to)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(at)
-               : "memory");
-}
 
 // Asynchronous copies of one or two values; zeros unless `is_there`.
 template <int kBytes>
@@ -278,7 +249,7 @@ struct Rows {
   // Loads the right operands of two products: 16 rows to sum over, and 16 columns.
   __device__ void right(uint32_t (&to)[4], int row, int step) const {
     const int lane = threadIdx.x % 32;
-    load_transposed(to, at(row + lane % 16, 2 * step + lane / 16));
+    load_matrices_transposed(to, at(row + lane % 16, 2 * step + lane / 16));
   }
 
   // Loads a float32 right operand: 16 rows to sum over, and 8 columns. Rows come in the order of a computed left

@@ -472,7 +472,7 @@ struct Forward {
 #pragma unroll
       for (int column = 0; column < kColumns / 16; ++column) {
         uint32_t right[4];
-        load_transposed(right, v + offset(16 * j + lane % 16, 2 * column + lane / 16));
+        load_matrices_transposed(right, v + offset(16 * j + lane % 16, 2 * column + lane / 16));
         multiply<E>(o[2 * column], p, right[0], right[1]);
         multiply<E>(o[2 * column + 1], p, right[2], right[3]);
       }

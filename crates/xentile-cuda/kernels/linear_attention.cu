@@ -29,7 +29,7 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_KERNEL(pull_##K##_##V, 128, 2, linear_attention::Pull<K, V>::run(a))                   \
+  LINEAR_KERNEL(pull_##K##_##V, 128, 2, linear_attention::LocalGradients<K, V>::run(a))                   \
   LINEAR_KERNEL(chains_##K##_##V, kLinearThreads, 1,                                            \
                 if (blockIdx.x < a.reversed) linear_attention::Chain<K, V, false>::run(a, blockIdx.x); \
                 else linear_attention::Reverse<K, V, false>::run(a, blockIdx.x - a.reversed))

@@ -1,12 +1,12 @@
-// Linear attention and the gated delta rule in chunks of kLinearChunk tokens; program.py of the package pallas_bridge has
-// the formulas, whose names these kernels have.
+// Linear attention and the gated delta rule in chunks of kLinearChunk tokens. Names are those of the formulas in program.py
+// of the package pallas_bridge.
 //
 // A sequence runs in groups of chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each
-// chunk and head compute what does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of
+// chunk and head compute everything that does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of
 // values, computes the rest:
 //
 //   forward:  decays, prepare (delta), chain, outputs
-//   backward: decays, prepare (delta), chain, pull (delta), reverse, gradients, and sums of heads that share keys
+//   backward: decays, prepare (delta), chain, local gradients (delta), reverse, gradients, and sums of heads that share keys
 //
 // States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains, computed matrices are the
 // sums of two in bf16, so that no error grows from chunk to chunk.
@@ -35,7 +35,7 @@ struct LinearAttentionArguments {
   void* inverse;   // [M, N, 2, 64, 64]
   void* states;    // [M, N, K, V], before each chunk
   void* values;    // [M, N, 64, V], those that enter the states
-  float* pulled;   // [M, N, 64, V], their gradients from outputs of the chunk
+  float* dvalues_local;  // [M, N, 64, V], their gradients from outputs of the same chunk
   void* dstates;   // [M, N, K, V], after each chunk
   void* dsolved;   // [M, N, 64, V]
   void* out;       // [B, T, H', V]
@@ -82,9 +82,10 @@ inline constexpr int kSlicePitch = kSlice + kGap;
 inline constexpr int kChunkPitch = kChunk + kGap;
 inline constexpr int kDecays = 3 * kChunk;
 
-__device__ inline float of_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float of_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline float of_bits(Bits x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+using mma::high_float;
+using mma::low_float;
+
+__device__ inline float bits_to_float(Bits x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 
 // A matrix in shared memory, of one part or two, and whether its rows are stored as columns.
 template <bool kTransposed, bool kSplit = false>
@@ -94,7 +95,7 @@ struct Matrix {
   const Bits* low = nullptr;
 };
 
-// Loads 16 rows and 16 columns of the left matrix of a product.
+// Loads 16 rows and 16 columns of the left operand of a GEMM.
 template <bool kTransposed>
 __device__ inline void load_left(uint32_t (&x)[4], const Bits* from, int pitch, int row, int k) {
   const int lane = threadIdx.x % 32;
@@ -105,7 +106,7 @@ __device__ inline void load_left(uint32_t (&x)[4], const Bits* from, int pitch, 
   }
 }
 
-// Loads 16 rows and 16 columns of the right matrix, whose rows are stored as columns with `kTransposed`.
+// Loads 16 rows and 16 columns of the right operand, whose rows are stored as columns with `kTransposed`.
 template <bool kTransposed>
 __device__ inline void load_right(uint32_t (&x)[4], const Bits* from, int pitch, int k, int column) {
   const int lane = threadIdx.x % 32;
@@ -132,7 +133,7 @@ __device__ inline void clear(Sums<kTiles>& sums) {
   }
 }
 
-// Adds a warp's 16 rows and 8 kTiles columns of a product over the indices from `begin` to `end`.
+// Adds a warp's 16 rows and 8 kTiles columns of a GEMM over the indices from `begin` to `end`.
 template <int kTiles, bool kLeftTransposed, bool kLeftSplit, bool kRightTransposed, bool kRightSplit>
 __device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTransposed, kLeftSplit> left, int row,
                                    Matrix<kRightTransposed, kRightSplit> right, int column, int begin,
@@ -166,10 +167,10 @@ __device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTransposed, k
 struct Split {
   uint32_t high, low;
   __device__ Split(float x, float y)
-      : high(mma::pack(x, y)), low(mma::pack(x - of_low(high), y - of_high(high))) {}
+      : high(mma::pack(x, y)), low(mma::pack(x - low_float(high), y - high_float(high))) {}
 };
 
-__device__ inline void put(Bits* high, Bits* low, int at, float x, float y) {
+__device__ inline void store_split(Bits* high, Bits* low, int at, float x, float y) {
   const Split split(x, y);
   *reinterpret_cast<uint32_t*>(high + at) = split.high;
   *reinterpret_cast<uint32_t*>(low + at) = split.low;
@@ -177,30 +178,36 @@ __device__ inline void put(Bits* high, Bits* low, int at, float x, float y) {
 
 // Stores a warp's tiles in two parts.
 template <int kTiles>
-__device__ inline void put_tiles(Bits* high, Bits* low, int pitch, int row, int column,
+__device__ inline void store_tiles(Bits* high, Bits* low, int pitch, int row, int column,
                                  const Sums<kTiles>& sums) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int at = (row + row_of(i)) * pitch + column + n * 8 + column_of(i);
-      put(high, low, at, sums[n][i], sums[n][i + 1]);
+      store_split(high, low, at, sums[n][i], sums[n][i + 1]);
     }
   }
 }
 
+// Where a chunk's rows of a head begin in an array, the distance of rows, and how many exist.
+struct RowBlock {
+  int64_t first, stride;
+  int count;
+};
+
 // The head, chunk and tokens of a CTA.
-struct Place {
-  int64_t of;  // M
+struct ChunkIndex {
+  int64_t sequence_head;  // the index of M
   int64_t sequence;
   int head, key_head;
   int chunk;  // of the group
 
-  __device__ Place(const Arguments& a, int64_t of, int chunk)
-      : of(of), sequence(of / a.heads), head(static_cast<int>(of % a.heads)),
+  __device__ ChunkIndex(const Arguments& a, int64_t sequence_head, int chunk)
+      : sequence_head(sequence_head), sequence(sequence_head / a.heads), head(static_cast<int>(sequence_head % a.heads)),
         key_head(head / (a.heads / a.key_heads)), chunk(chunk) {}
 
-  __device__ int64_t slot(const Arguments& a) const { return of * a.chunks + chunk; }
+  __device__ int64_t slot(const Arguments& a) const { return sequence_head * a.chunks + chunk; }
   __device__ int64_t token(const Arguments& a) const {
     return (static_cast<int64_t>(a.first) + chunk) * kChunk;
   }
@@ -212,23 +219,34 @@ struct Place {
   __device__ int64_t row(const Arguments& a, int64_t heads, int64_t head, int64_t columns) const {
     return ((sequence * a.tokens + token(a)) * heads + head) * columns;
   }
+  // Rows of q and k [B, T, H, K].
+  __device__ RowBlock key_rows(const Arguments& a, int64_t columns) const {
+    return {row(a, a.key_heads, key_head, columns), int64_t{a.key_heads} * columns, count(a)};
+  }
   __device__ const float* decays(const Arguments& a) const {
-    return a.decays + (of * a.all_chunks + a.first + chunk) * kDecays;
+    return a.decays + (sequence_head * a.all_chunks + a.first + chunk) * kDecays;
   }
 };
 
 // Copies rows of kColumns elements, and zeros for those from `count` on.
-template <int kColumns, int kRows, int kOf>
+template <int kColumns, int kRows, int kCopyThreads>
 __device__ inline void copy_rows(Bits* to, int pitch, const Bits* from, int64_t stride, int count) {
   constexpr int kVectors = kColumns / 8;
 #pragma unroll
-  for (int first = 0; first < kRows * kVectors; first += kOf) {
+  for (int first = 0; first < kRows * kVectors; first += kCopyThreads) {
     const int at = first + static_cast<int>(threadIdx.x);
-    if (kRows * kVectors % kOf != 0 && at >= kRows * kVectors) break;
+    if (kRows * kVectors % kCopyThreads != 0 && at >= kRows * kVectors) break;
     const int row = at / kVectors, column = at % kVectors * 8;
     const bool is_there = row < count;
     mma::copy(to + row * pitch + column, is_there ? from + row * stride + column : from, is_there);
   }
+}
+
+// Copies a chunk of rows, which have kColumns + kGap elements in shared memory.
+template <int kColumns, int kCopyThreads>
+__device__ inline void copy_chunk(Bits* to, const void* from, const RowBlock& rows) {
+  copy_rows<kColumns, kChunk, kCopyThreads>(to, kColumns + kGap, static_cast<const Bits*>(from) + rows.first,
+                                            rows.stride, rows.count);
 }
 
 __device__ inline void copy_decays(float* to, const float* from) {
@@ -245,7 +263,7 @@ struct Decays {
   }
   __device__ float from_start(int i) const { return mma::exponential(sums[i] + sums[kChunk + i]); }
   __device__ float to_end(int i) const { return between(kChunk - 1, i); }
-  __device__ float whole() const { return from_start(kChunk - 1); }
+  __device__ float total() const { return from_start(kChunk - 1); }
   __device__ float b(int i) const { return sums[2 * kChunk + i]; }
 };
 
@@ -254,7 +272,7 @@ __device__ inline void decays(const Arguments& a) {
   const int64_t chunk = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (chunk >= int64_t{a.sequences} * a.heads * a.all_chunks) return;
-  const int64_t of = chunk / a.all_chunks, sequence = of / a.heads, head = of % a.heads;
+  const int64_t sequence_head = chunk / a.all_chunks, sequence = sequence_head / a.heads, head = sequence_head % a.heads;
   float high[2], low[2], b[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -270,9 +288,9 @@ __device__ inline void decays(const Arguments& a) {
   float before_high = high[1], before_low = low[1];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const float of_high = mma::lane_before(before_high, distance);
-    const float of_low = mma::lane_before(before_low, distance);
-    if (lane >= distance) before_high += of_high, before_low += of_low;
+    const float earlier_high = mma::lane_before(before_high, distance);
+    const float earlier_low = mma::lane_before(before_low, distance);
+    if (lane >= distance) before_high += earlier_high, before_low += earlier_low;
   }
   before_high -= high[1], before_low -= low[1];
   float* to = a.decays + chunk * kDecays;
@@ -299,11 +317,11 @@ struct Prepare {
 
   __device__ static void run(const Arguments& a) {
     Prepare& s = *reinterpret_cast<Prepare*>(mma::shared_memory());
-    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
     copy_rows<K, kChunk, kThreads>(
-        s.k, K + kGap, static_cast<const Bits*>(a.k) + place.row(a, a.key_heads, place.key_head, K),
-        int64_t{a.key_heads} * K, place.count(a));
-    copy_decays(s.decays, place.decays(a));
+        s.k, K + kGap, static_cast<const Bits*>(a.k) + index.row(a, a.key_heads, index.key_head, K),
+        int64_t{a.key_heads} * K, index.count(a));
+    copy_decays(s.decays, index.decays(a));
     mma::commit();
     mma::wait<0>();
     __syncthreads();
@@ -323,7 +341,7 @@ struct Prepare {
     }
     __syncthreads();
     s.invert();
-    Bits* to = static_cast<Bits*>(a.inverse) + place.slot(a) * 2 * kChunk * kChunk;
+    Bits* to = static_cast<Bits*>(a.inverse) + index.slot(a) * 2 * kChunk * kChunk;
     for (int at = threadIdx.x; at < kChunk * kChunk / 2; at += kThreads) {
       const int r = at / (kChunk / 2), c = at % (kChunk / 2) * 2;
       const Split split(s.inverse[r * kPitch + c], s.inverse[r * kPitch + c + 1]);
@@ -420,7 +438,7 @@ struct State {
   }
   __device__ void share(Bits* high, Bits* low) {
     for_pairs([&](int r, int c, float left, float right) {
-      put(high, low, r * kSlicePitch + c, left, right);
+      store_split(high, low, r * kSlicePitch + c, left, right);
     });
   }
   __device__ void scale(float factor) {
@@ -452,12 +470,12 @@ __device__ inline void scale_rows(Bits* high, Bits* low, const Bits* from, Facto
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + first + i);
-    put(high, low, first + i, by * of_low(pair), by * of_high(pair));
+    store_split(high, low, first + i, by * low_float(pair), by * high_float(pair));
   }
 }
 
-__device__ inline void copy_inverse(Bits* to, const Arguments& a, const Place& place) {
-  const Bits* from = static_cast<const Bits*>(a.inverse) + place.slot(a) * 2 * kChunk * kChunk;
+__device__ inline void copy_inverse(Bits* to, const Arguments& a, const ChunkIndex& index) {
+  const Bits* from = static_cast<const Bits*>(a.inverse) + index.slot(a) * 2 * kChunk * kChunk;
   copy_rows<kChunk, 2 * kChunk, kThreads>(to, kChunkPitch, from, kChunk, 2 * kChunk);
 }
 
@@ -480,44 +498,44 @@ struct Chain {
   Bits unseen[2][kSolved + 8];
   Bits values[2][kChunk * kSlicePitch];
 
-  __device__ void load(const Arguments& a, const Place& place, int column) {
-    Stage& stage = stages[place.chunk % kStages];
-    const int count = place.count(a);
+  __device__ void load(const Arguments& a, const ChunkIndex& index, int column) {
+    Stage& stage = stages[index.chunk % kStages];
+    const int count = index.count(a);
     copy_rows<K, kChunk, kThreads>(
         stage.k, K + kGap,
-        static_cast<const Bits*>(a.k) + place.row(a, a.key_heads, place.key_head, K),
+        static_cast<const Bits*>(a.k) + index.row(a, a.key_heads, index.key_head, K),
         int64_t{a.key_heads} * K, count);
     copy_rows<kSlice, kChunk, kThreads>(
         stage.v, kSlicePitch,
-        static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V) + column,
+        static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V) + column,
         int64_t{a.heads} * V, count);
-    copy_decays(stage.decays, place.decays(a));
-    if constexpr (kDelta) copy_inverse(stage.inverse, a, place);
+    copy_decays(stage.decays, index.decays(a));
+    if constexpr (kDelta) copy_inverse(stage.inverse, a, index);
   }
 
   __device__ static void run(const Arguments& a, uint32_t cta) {
     Chain& s = *reinterpret_cast<Chain*>(mma::shared_memory());
     constexpr int kSlices = V / kSlice;
-    const int64_t of = cta / kSlices;
+    const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
     const int chunks = static_cast<int>(a.chunks);
     State<K> state;
-    state.read(a.before + of * a.before_stride + column, V);
+    state.read(a.before + sequence_head * a.before_stride + column, V);
     for (int c = 0; c < kStages - 1; ++c) {
-      if (c < chunks) s.load(a, Place(a, of, c), column);
+      if (c < chunks) s.load(a, ChunkIndex(a, sequence_head, c), column);
       mma::commit();
     }
     state.share(s.state[0], s.state[1]);
     const int warp = threadIdx.x / 32, row = warp % 4 * 16, part = warp / 4 * 16;
     for (int c = 0; c < chunks; ++c) {
-      const Place place(a, of, c);
+      const ChunkIndex index(a, sequence_head, c);
       mma::wait<kStages - 2>();
       __syncthreads();
-      if (c + kStages - 1 < chunks) s.load(a, Place(a, of, c + kStages - 1), column);
+      if (c + kStages - 1 < chunks) s.load(a, ChunkIndex(a, sequence_head, c + kStages - 1), column);
       mma::commit();
       const Stage& stage = s.stages[c % kStages];
       const Decays decays{stage.decays};
-      write_rounded<K>(static_cast<Bits*>(a.states) + place.slot(a) * K * V + column, V, s.state[0]);
+      write_rounded<K>(static_cast<Bits*>(a.states) + index.slot(a) * K * V + column, V, s.state[0]);
       if constexpr (kDelta) {
         Sums<2> seen, values;
         clear(seen);
@@ -530,15 +548,15 @@ struct Chain {
           const float from_start = decays.from_start(r), b = decays.b(r);
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
-            const float v = of_bits(stage.v[r * kSlicePitch + part + n * 8 + column_of(i)]);
+            const float v = bits_to_float(stage.v[r * kSlicePitch + part + n * 8 + column_of(i)]);
             seen[n][i] = b * (v - from_start * seen[n][i]);
           }
         }
-        put_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
+        store_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
         __syncthreads();
         add_product(values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
                     row, Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part, 0, row + 16);
-        Bits* to = static_cast<Bits*>(a.values) + place.slot(a) * kChunk * V + column + part;
+        Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const int r = row + row_of(i);
@@ -547,7 +565,7 @@ struct Chain {
           for (int n = 0; n < 2; ++n) {
             const int at = n * 8 + column_of(i);
             *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(values[n][i], values[n][i + 1]);
-            put(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
+            store_split(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
                 to_end * values[n][i + 1]);
           }
         }
@@ -555,11 +573,11 @@ struct Chain {
         scale_rows(s.values[0], s.values[1], stage.v, [&](int r) { return decays.to_end(r); });
       }
       __syncthreads();
-      state.scale(decays.whole());
+      state.scale(decays.total());
       state.add(stage.k, s.values[0], s.values[1]);
       state.share(s.state[0], s.state[1]);
     }
-    if (a.after != nullptr) state.write(a.after + of * a.after_stride + column, V);
+    if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
     mma::wait<0>();
   }
 };
@@ -570,7 +588,7 @@ struct Reverse {
   static constexpr int kStages = kDelta ? 2 : 3;
   static constexpr int kInverse = kDelta ? 2 * kChunk * kChunkPitch : 0;
   static constexpr int kSolved = kDelta ? kChunk * kSlicePitch : 0;
-  static constexpr int kPulledPitch = kSlice + 4;
+  static constexpr int kLocalPitch = kSlice + 4;
 
   struct Stage {
     Bits q[kChunk * (K + kGap)];
@@ -578,7 +596,7 @@ struct Reverse {
     float decays[kDecays];
     Bits k[kDelta ? kChunk * (K + kGap) : 8];
     Bits inverse[kInverse + 8];
-    float pulled[kDelta ? kChunk * kPulledPitch : 4];
+    float dvalues_local[kDelta ? kChunk * kLocalPitch : 4];
   };
 
   Stage stages[kStages];
@@ -587,23 +605,23 @@ struct Reverse {
   Bits dvalues[2][kSolved + 8];
   Bits dsolved[2][kSolved + 8];
 
-  __device__ void load(const Arguments& a, const Place& place, int column) {
-    Stage& stage = stages[place.chunk % kStages];
-    const int count = place.count(a);
-    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
+  __device__ void load(const Arguments& a, const ChunkIndex& index, int column) {
+    Stage& stage = stages[index.chunk % kStages];
+    const int count = index.count(a);
+    const int64_t keys = index.row(a, a.key_heads, index.key_head, K), stride = int64_t{a.key_heads} * K;
     copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
     copy_rows<kSlice, kChunk, kThreads>(
         stage.dout, kSlicePitch,
-        static_cast<const Bits*>(a.dout) + place.row(a, a.heads, place.head, V) + column,
+        static_cast<const Bits*>(a.dout) + index.row(a, a.heads, index.head, V) + column,
         int64_t{a.heads} * V, count);
-    copy_decays(stage.decays, place.decays(a));
+    copy_decays(stage.decays, index.decays(a));
     if constexpr (kDelta) {
       copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
-      copy_inverse(stage.inverse, a, place);
-      const float* from = a.pulled + place.slot(a) * kChunk * V + column;
+      copy_inverse(stage.inverse, a, index);
+      const float* from = a.dvalues_local + index.slot(a) * kChunk * V + column;
       for (int at = threadIdx.x; at < kChunk * (kSlice / 4); at += kThreads) {
         const int row = at / (kSlice / 4), c = at % (kSlice / 4) * 4;
-        mma::copy(stage.pulled + row * kPulledPitch + c, from + row * V + c, true);
+        mma::copy(stage.dvalues_local + row * kLocalPitch + c, from + row * V + c, true);
       }
     }
   }
@@ -611,27 +629,27 @@ struct Reverse {
   __device__ static void run(const Arguments& a, uint32_t cta) {
     Reverse& s = *reinterpret_cast<Reverse*>(mma::shared_memory());
     constexpr int kSlices = V / kSlice;
-    const int64_t of = cta / kSlices;
+    const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
     State<K> dstate;
-    dstate.read(a.dafter + of * a.dafter_stride + column, V);
-    int coming = static_cast<int>(a.chunks) - 1;
+    dstate.read(a.dafter + sequence_head * a.dafter_stride + column, V);
+    int next_chunk = static_cast<int>(a.chunks) - 1;
     const auto load_next = [&] {
-      if (coming >= 0) s.load(a, Place(a, of, coming), column);
-      --coming;
+      if (next_chunk >= 0) s.load(a, ChunkIndex(a, sequence_head, next_chunk), column);
+      --next_chunk;
       mma::commit();
     };
     for (int i = 0; i < kStages - 1; ++i) load_next();
     dstate.share(s.dstate[0], s.dstate[1]);
     const int warp = threadIdx.x / 32, row = warp % 4 * 16, part = warp / 4 * 16;
     for (int c = static_cast<int>(a.chunks) - 1; c >= 0; --c) {
-      const Place place(a, of, c);
+      const ChunkIndex index(a, sequence_head, c);
       mma::wait<kStages - 2>();
       __syncthreads();
       load_next();
       const Stage& stage = s.stages[c % kStages];
       const Decays decays{stage.decays};
-      write_rounded<K>(static_cast<Bits*>(a.dstates) + place.slot(a) * K * V + column, V, s.dstate[0]);
+      write_rounded<K>(static_cast<Bits*>(a.dstates) + index.slot(a) * K * V + column, V, s.dstate[0]);
       scale_rows(s.dseen[0], s.dseen[1], stage.dout,
                  [&](int r) { return a.scale * decays.from_start(r); });
       if constexpr (kDelta) {
@@ -646,15 +664,15 @@ struct Reverse {
           const float to_end = decays.to_end(r);
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
-            const float pulled = stage.pulled[r * kPulledPitch + part + n * 8 + column_of(i)];
-            dvalues[n][i] = pulled + to_end * dvalues[n][i];
+            const float dvalues_local = stage.dvalues_local[r * kLocalPitch + part + n * 8 + column_of(i)];
+            dvalues[n][i] = dvalues_local + to_end * dvalues[n][i];
           }
         }
-        put_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
+        store_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
         __syncthreads();
         add_product(dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
                     row, Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part, row, kChunk);
-        Bits* to = static_cast<Bits*>(a.dsolved) + place.slot(a) * kChunk * V + column + part;
+        Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const int r = row + row_of(i);
@@ -663,32 +681,44 @@ struct Reverse {
           for (int n = 0; n < 2; ++n) {
             const int at = n * 8 + column_of(i);
             *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(dsolved[n][i], dsolved[n][i + 1]);
-            put(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
+            store_split(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
                 factor * dsolved[n][i + 1]);
           }
         }
       }
       __syncthreads();
-      dstate.scale(decays.whole());
+      dstate.scale(decays.total());
       dstate.add(stage.q, s.dseen[0], s.dseen[1]);
       if constexpr (kDelta) dstate.add(stage.k, s.dsolved[0], s.dsolved[1]);
       dstate.share(s.dstate[0], s.dstate[1]);
     }
-    dstate.write(a.dbefore + of * a.dbefore_stride + column, V);
+    dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
     mma::wait<0>();
   }
 };
 
 // Copies a chunk's [64, V]: v without b, and the values that a chain saved with b.
-template <int V, bool kDelta, int kOf>
-__device__ inline void copy_values(Bits* to, const Arguments& a, const Place& place) {
+template <int V, bool kDelta, int kCopyThreads>
+__device__ inline void copy_chunk_values(Bits* to, const Arguments& a, const ChunkIndex& index) {
   if constexpr (kDelta) {
-    copy_rows<V, kChunk, kOf>(to, V + kGap, static_cast<const Bits*>(a.values) + place.slot(a) * kChunk * V, V,
-                              kChunk);
+    copy_rows<V, kChunk, kCopyThreads>(to, V + kGap, static_cast<const Bits*>(a.values) + index.slot(a) * kChunk * V, V,
+                                       kChunk);
   } else {
-    copy_rows<V, kChunk, kOf>(to, V + kGap,
-                              static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V),
-                              int64_t{a.heads} * V, place.count(a));
+    copy_rows<V, kChunk, kCopyThreads>(to, V + kGap,
+                                       static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V),
+                                       int64_t{a.heads} * V, index.count(a));
+  }
+}
+
+// Multiplies the scores of a warp's 16 rows by `scale` and their decays, and masks those after the diagonal.
+__device__ inline void decay_scores(Sums<8>& scores, int row, float scale, const Decays& decays) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + row_of(i), c = n * 8 + column_of(i);
+      scores[n][i] = r >= c ? scale * scores[n][i] * decays.between(r, c) : 0.0f;
+    }
   }
 }
 
@@ -705,15 +735,14 @@ struct Outputs {
 
   __device__ static void run(const Arguments& a) {
     Outputs& s = *reinterpret_cast<Outputs*>(mma::shared_memory());
-    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
-    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
-    const int count = place.count(a);
-    copy_rows<K, kChunk, kThreads>(s.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
-    copy_rows<K, kChunk, kThreads>(s.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
-    copy_decays(s.decays, place.decays(a));
+    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const RowBlock keys = index.key_rows(a, K);
+    copy_chunk<K, kThreads>(s.q, a.q, keys);
+    copy_chunk<K, kThreads>(s.k, a.k, keys);
+    copy_decays(s.decays, index.decays(a));
     mma::commit();
-    copy_rows<V, K, kThreads>(s.state, V + kGap, static_cast<const Bits*>(a.states) + place.slot(a) * K * V, V, K);
-    copy_values<V, kDelta, kThreads>(s.values, a, place);
+    copy_rows<V, K, kThreads>(s.state, V + kGap, static_cast<const Bits*>(a.states) + index.slot(a) * K * V, V, K);
+    copy_chunk_values<V, kDelta, kThreads>(s.values, a, index);
     mma::commit();
     mma::wait<1>();
     __syncthreads();
@@ -729,14 +758,7 @@ struct Outputs {
                     Matrix<true>{s.k, K + kGap}, n * 8, 0, K);
       }
     }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row + row_of(i), c = n * 8 + column_of(i);
-        scores[n][i] = r >= c ? a.scale * scores[n][i] * decays.between(r, c) : 0.0f;
-      }
-    }
+    decay_scores(scores, row, a.scale, decays);
     mma::wait<0>();
     __syncthreads();
     Sums<V / 8> o;
@@ -781,8 +803,8 @@ struct Outputs {
       }
     }
     __syncthreads();
-    Bits* to = static_cast<Bits*>(a.out) + place.row(a, a.heads, place.head, V);
-    for (int at = threadIdx.x; at < count * (V / 8); at += kThreads) {
+    Bits* to = static_cast<Bits*>(a.out) + index.row(a, a.heads, index.head, V);
+    for (int at = threadIdx.x; at < keys.count * (V / 8); at += kThreads) {
       const int r = at / (V / 8), c = at % (V / 8) * 8;
       *reinterpret_cast<uint4*>(to + r * (int64_t{a.heads} * V) + c) =
           *reinterpret_cast<const uint4*>(s.values + r * (V + kGap) + c);
@@ -790,9 +812,9 @@ struct Outputs {
   }
 };
 
-// The gradients of a chunk's values from its own outputs.
+// The gradients of a chunk's values from outputs of the same chunk.
 template <int K, int V>
-struct Pull {
+struct LocalGradients {
   static constexpr int kThreads = 128;
 
   Bits q[kChunk * (K + kGap)];
@@ -802,16 +824,13 @@ struct Pull {
   float decays[kDecays];
 
   __device__ static void run(const Arguments& a) {
-    Pull& s = *reinterpret_cast<Pull*>(mma::shared_memory());
-    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
-    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
-    const int count = place.count(a);
-    copy_rows<K, kChunk, kThreads>(s.q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
-    copy_rows<K, kChunk, kThreads>(s.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
-    copy_rows<V, kChunk, kThreads>(s.dout, V + kGap,
-                                   static_cast<const Bits*>(a.dout) + place.row(a, a.heads, place.head, V),
-                                   int64_t{a.heads} * V, count);
-    copy_decays(s.decays, place.decays(a));
+    LocalGradients& s = *reinterpret_cast<LocalGradients*>(mma::shared_memory());
+    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const RowBlock keys = index.key_rows(a, K);
+    copy_chunk<K, kThreads>(s.q, a.q, keys);
+    copy_chunk<K, kThreads>(s.k, a.k, keys);
+    copy_chunk<V, kThreads>(s.dout, a.dout, {index.row(a, a.heads, index.head, V), int64_t{a.heads} * V, keys.count});
+    copy_decays(s.decays, index.decays(a));
     mma::commit();
     mma::wait<0>();
     __syncthreads();
@@ -820,40 +839,33 @@ struct Pull {
     Sums<8> scores;
     clear(scores);
     add_product(scores, Matrix<false>{s.q, K + kGap}, row, Matrix<true>{s.k, K + kGap}, 0, 0, K);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row + row_of(i), c = n * 8 + column_of(i);
-        scores[n][i] = r >= c ? a.scale * scores[n][i] * decays.between(r, c) : 0.0f;
-      }
-    }
-    put_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
+    decay_scores(scores, row, a.scale, decays);
+    store_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
     __syncthreads();
-    Sums<V / 8> pulled;
-    clear(pulled);
-    add_product(pulled, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
+    Sums<V / 8> dvalues_local;
+    clear(dvalues_local);
+    add_product(dvalues_local, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
                 Matrix<false>{s.dout, V + kGap}, 0, row, kChunk);
-    float* to = a.pulled + place.slot(a) * kChunk * V;
+    float* to = a.dvalues_local + index.slot(a) * kChunk * V;
 #pragma unroll
     for (int n = 0; n < V / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         *reinterpret_cast<float2*>(to + (row + row_of(i)) * V + n * 8 + column_of(i)) =
-            make_float2(pulled[n][i], pulled[n][i + 1]);
+            make_float2(dvalues_local[n][i], dvalues_local[n][i + 1]);
       }
     }
   }
 };
 
 // Adds up the values of the four lanes of a row.
-__device__ inline float over_row(float x) {
+__device__ inline float sum_row(float x) {
   x += mma::xor_lane(x, 1);
   return x + mma::xor_lane(x, 2);
 }
 
 // Adds up the values of the eight lanes of a column.
-__device__ inline float over_column(float x) {
+__device__ inline float sum_column(float x) {
   x += mma::xor_lane(x, 4);
   x += mma::xor_lane(x, 8);
   return x + mma::xor_lane(x, 16);
@@ -873,56 +885,54 @@ struct Gradients {
   Bits dqk[2][kChunk * kChunkPitch];
   Bits other[2][kChunk * kChunkPitch];
   float decays[kDecays];
-  // Of the exponents: sums over rows and over columns of the warps, and of those of the start and the end.
+  // Gradients of exponents: sums over rows and over columns of the warps, and over the decays from the start and to the end.
   float rows[2][kChunk];
   float columns[4][kChunk];
   float start[2][kChunk];
   float end[2][kChunk];
-  float of_b[4][kChunk];
-  float of_states[8];
+  float b_sums[4][kChunk];
+  float states_sums[8];
 
   __device__ static void run(const Arguments& a) {
     Gradients& s = *reinterpret_cast<Gradients*>(mma::shared_memory());
-    const Place place(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
-    s.load(a, place);
+    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    s.load(a, index);
     const Decays decays{s.decays};
     const int warp = threadIdx.x / 32, half = warp / 4, row = warp % 4 * 16;
     s.scores(a, decays, row, half);
     mma::wait<0>();
     __syncthreads();
-    s.keys(a, place, decays, row, half);
-    s.of_v(a, place, decays, row, half);
+    s.keys(a, index, decays, row, half);
+    s.write_dv(a, index, decays, row, half);
     // The gradient of a chunk's whole decay.
     float sum = 0.0f;
     for (int at = threadIdx.x; at < K * V / 2; at += kThreads) {
       const int from = at / (V / 2) * (V + kGap) + at % (V / 2) * 2;
       const uint32_t x = *reinterpret_cast<const uint32_t*>(s.state + from);
       const uint32_t dx = *reinterpret_cast<const uint32_t*>(s.dstate + from);
-      sum = fmaf(of_low(x), of_low(dx), fmaf(of_high(x), of_high(dx), sum));
+      sum = fmaf(low_float(x), low_float(dx), fmaf(high_float(x), high_float(dx), sum));
     }
-    sum = over_column(over_row(sum));
-    if (threadIdx.x % 32 == 0) s.of_states[warp] = sum;
+    sum = sum_column(sum_row(sum));
+    if (threadIdx.x % 32 == 0) s.states_sums[warp] = sum;
     __syncthreads();
-    s.of_g(a, place, decays);
+    s.write_dg(a, index, decays);
   }
 
-  __device__ void load(const Arguments& a, const Place& place) {
-    const int64_t keys = place.row(a, a.key_heads, place.key_head, K), stride = int64_t{a.key_heads} * K;
-    const int count = place.count(a);
-    const int64_t of_values = place.row(a, a.heads, place.head, V);
-    copy_rows<K, kChunk, kThreads>(q, K + kGap, static_cast<const Bits*>(a.q) + keys, stride, count);
-    copy_rows<K, kChunk, kThreads>(k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
-    copy_rows<V, kChunk, kThreads>(dout, V + kGap, static_cast<const Bits*>(a.dout) + of_values,
-                                   int64_t{a.heads} * V, count);
-    copy_values<V, kDelta, kThreads>(values, a, place);
+  __device__ void load(const Arguments& a, const ChunkIndex& index) {
+    const RowBlock keys = index.key_rows(a, K);
+    const int64_t value_row = index.row(a, a.heads, index.head, V);
+    copy_chunk<K, kThreads>(q, a.q, keys);
+    copy_chunk<K, kThreads>(k, a.k, keys);
+    copy_chunk<V, kThreads>(dout, a.dout, {value_row, int64_t{a.heads} * V, keys.count});
+    copy_chunk_values<V, kDelta, kThreads>(values, a, index);
     if constexpr (kDelta) {
       copy_rows<V, kChunk, kThreads>(dsolved, V + kGap,
-                                     static_cast<const Bits*>(a.dsolved) + place.slot(a) * kChunk * V, V, kChunk);
+                                     static_cast<const Bits*>(a.dsolved) + index.slot(a) * kChunk * V, V, kChunk);
     }
-    copy_decays(this->decays, place.decays(a));
+    copy_decays(this->decays, index.decays(a));
     mma::commit();
-    copy_rows<V, K, kThreads>(state, V + kGap, static_cast<const Bits*>(a.states) + place.slot(a) * K * V, V, K);
-    copy_rows<V, K, kThreads>(dstate, V + kGap, static_cast<const Bits*>(a.dstates) + place.slot(a) * K * V, V, K);
+    copy_rows<V, K, kThreads>(state, V + kGap, static_cast<const Bits*>(a.states) + index.slot(a) * K * V, V, K);
+    copy_rows<V, K, kThreads>(dstate, V + kGap, static_cast<const Bits*>(a.dstates) + index.slot(a) * K * V, V, K);
     mma::commit();
     mma::wait<1>();
     __syncthreads();
@@ -944,10 +954,10 @@ struct Gradients {
       add_product(kk, left_k, row, right_k, column, 0, K);
       add_product(dlower, Matrix<false>{dsolved, V + kGap}, row, right_values, column, 0, V);
     }
-    float of_rows[2] = {0.0f, 0.0f}, b_rows[2] = {0.0f, 0.0f};
+    float row_sums[2] = {0.0f, 0.0f}, b_rows[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      float of_columns[2] = {0.0f, 0.0f};
+      float column_sums[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = row + row_of(i), c = column + n * 8 + column_of(i);
@@ -957,97 +967,97 @@ struct Gradients {
         float exponent = dscores[n][i] * score * below;
         dscores[n][i] *= a.scale * decay;
         if constexpr (kDelta) {
-          const float of_kk = -dlower[n][i] * below;
-          b_rows[i / 2] = fmaf(of_kk, kk[n][i], b_rows[i / 2]);
-          dlower[n][i] = decays.b(r) * of_kk;
+          const float dkk = -dlower[n][i] * below;
+          b_rows[i / 2] = fmaf(dkk, kk[n][i], b_rows[i / 2]);
+          dlower[n][i] = decays.b(r) * dkk;
           exponent = fmaf(dlower[n][i], kk[n][i], exponent);
         } else {
           qk[n][i] = score * decay;
         }
-        of_rows[i / 2] += exponent;
-        of_columns[i % 2] += exponent;
+        row_sums[i / 2] += exponent;
+        column_sums[i % 2] += exponent;
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float sum = over_column(of_columns[i]);
+        const float sum = sum_column(column_sums[i]);
         if (threadIdx.x % 32 < 4) columns[row / 16][column + n * 8 + column_of(i)] = sum;
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float sum = over_row(of_rows[i]), b_sum = over_row(b_rows[i]);
+      const float sum = sum_row(row_sums[i]), b_sum = sum_row(b_rows[i]);
       if (threadIdx.x % 4 == 0) {
         rows[half][row + row_of(2 * i)] = sum;
-        of_b[half][row + row_of(2 * i)] = b_sum;
+        b_sums[half][row + row_of(2 * i)] = b_sum;
       }
     }
-    put_tiles(dqk[0], dqk[1], kChunkPitch, row, column, dscores);
+    store_tiles(dqk[0], dqk[1], kChunkPitch, row, column, dscores);
     if constexpr (kDelta) {
-      put_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
+      store_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
     } else {
-      put_tiles(other[0], other[1], kChunkPitch, row, column, qk);
+      store_tiles(other[0], other[1], kChunkPitch, row, column, qk);
     }
   }
 
   // dq and dk: a warp has 16 rows and half of the columns.
-  __device__ void keys(const Arguments& a, const Place& place, const Decays& decays, int row, int half) {
+  __device__ void keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
     constexpr int kTiles = K / 16;
     const int column = half * (K / 2);
-    const Matrix<false> of_q{q, K + kGap}, of_k{k, K + kGap};
+    const Matrix<false> right_q{q, K + kGap}, right_k{k, K + kGap};
     const float from_start[2] = {decays.from_start(row + row_of(0)), decays.from_start(row + row_of(2))};
     const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
-    float of_start[2] = {0.0f, 0.0f}, of_end[2] = {0.0f, 0.0f}, b_sum[2] = {0.0f, 0.0f};
+    float start_sum[2] = {0.0f, 0.0f}, end_sum[2] = {0.0f, 0.0f}, b_sum[2] = {0.0f, 0.0f};
     {
       Sums<kTiles> sums;
       clear(sums);
       add_product(sums, Matrix<false>{dout, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
-      each(sums, row, column, [&](int r, int c, int i, float& x) {
+      for_each(sums, row, column, [&](int r, int c, int i, float& x) {
         x *= a.scale * from_start[i];
-        of_start[i] = fmaf(x, of_bits(q[r * (K + kGap) + c]), of_start[i]);
+        start_sum[i] = fmaf(x, bits_to_float(q[r * (K + kGap) + c]), start_sum[i]);
       });
-      add_product(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, of_k, column, 0, row + 16);
-      write(a, place, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
+      add_product(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column, 0, row + 16);
+      write(a, index, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
     }
     Sums<kTiles> dk;
     clear(dk);
     add_product(dk, Matrix<false>{values, V + kGap}, row, Matrix<true>{dstate, V + kGap}, column, 0, V);
-    each(dk, row, column, [&](int r, int c, int i, float& x) {
+    for_each(dk, row, column, [&](int r, int c, int i, float& x) {
       x *= to_end[i];
-      of_end[i] = fmaf(x, of_bits(k[r * (K + kGap) + c]), of_end[i]);
+      end_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), end_sum[i]);
     });
     if constexpr (kDelta) {
       Sums<kTiles> seen;
       clear(seen);
       add_product(seen, Matrix<false>{dsolved, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
-      each(seen, row, column, [&](int r, int c, int i, float& x) {
+      for_each(seen, row, column, [&](int r, int c, int i, float& x) {
         x *= -from_start[i];
-        b_sum[i] = fmaf(x, of_bits(k[r * (K + kGap) + c]), b_sum[i]);
+        b_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), b_sum[i]);
       });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) of_start[i] = fmaf(decays.b(row + row_of(2 * i)), b_sum[i], of_start[i]);
+      for (int i = 0; i < 2; ++i) start_sum[i] = fmaf(decays.b(row + row_of(2 * i)), b_sum[i], start_sum[i]);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(decays.b(row + row_of(i)), seen[n][i], dk[n][i]);
       }
-      add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, of_k, column, 0, row + 16);
-      add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, of_k, column, row, kChunk);
+      add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, 0, row + 16);
+      add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, row, kChunk);
     }
-    add_product(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, of_q, column, row, kChunk);
-    write(a, place, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
+    add_product(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column, row, kChunk);
+    write(a, index, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float at_start = over_row(of_start[i]), at_end = over_row(of_end[i]), b = over_row(b_sum[i]);
+      const float at_start = sum_row(start_sum[i]), at_end = sum_row(end_sum[i]), b = sum_row(b_sum[i]);
       if (threadIdx.x % 4 == 0) {
         start[half][row + row_of(2 * i)] = at_start;
         end[half][row + row_of(2 * i)] = at_end;
-        of_b[2 + half][row + row_of(2 * i)] = b;
+        b_sums[2 + half][row + row_of(2 * i)] = b;
       }
     }
   }
 
   template <int kTiles, class Each>
-  __device__ static void each(Sums<kTiles>& sums, int row, int column, Each body) {
+  __device__ static void for_each(Sums<kTiles>& sums, int row, int column, Each body) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -1057,10 +1067,10 @@ struct Gradients {
 
   // Writes rows of dq or dk, or of the partial sums of heads that share keys.
   template <int kTiles>
-  __device__ static void write(const Arguments& a, const Place& place, Bits* to, float* parts,
+  __device__ static void write(const Arguments& a, const ChunkIndex& index, Bits* to, float* parts,
                                const Sums<kTiles>& sums, int row, int column) {
-    const int count = place.count(a);
-    Bits* rows = to + place.row(a, a.key_heads, place.key_head, K);
+    const int count = index.count(a);
+    Bits* rows = to + index.row(a, a.key_heads, index.key_head, K);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int r = row + row_of(i);
@@ -1069,7 +1079,7 @@ struct Gradients {
       for (int n = 0; n < kTiles; ++n) {
         const int c = column + n * 8 + column_of(i);
         if (parts != nullptr) {
-          *reinterpret_cast<float2*>(parts + (place.slot(a) * kChunk + r) * K + c) =
+          *reinterpret_cast<float2*>(parts + (index.slot(a) * kChunk + r) * K + c) =
               make_float2(sums[n][i], sums[n][i + 1]);
         } else {
           *reinterpret_cast<uint32_t*>(rows + r * (int64_t{a.key_heads} * K) + c) =
@@ -1079,12 +1089,12 @@ struct Gradients {
     }
   }
 
-  __device__ void of_v(const Arguments& a, const Place& place, const Decays& decays, int row, int half) {
-    const int count = place.count(a);
+  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
+    const int count = index.count(a);
     const int64_t stride = int64_t{a.heads} * V;
-    Bits* to = static_cast<Bits*>(a.dv) + place.row(a, a.heads, place.head, V);
+    Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V);
     if constexpr (kDelta) {
-      const Bits* v = static_cast<const Bits*>(a.v) + place.row(a, a.heads, place.head, V);
+      const Bits* v = static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V);
       // Four lanes have a row.
       const int r = threadIdx.x / 4;
       float sum = 0.0f;
@@ -1092,20 +1102,21 @@ struct Gradients {
         const float b = decays.b(r);
 #pragma unroll 4
         for (int c = threadIdx.x % 4 * 8; c < V; c += 32) {
-          const uint4 of = *reinterpret_cast<const uint4*>(dsolved + r * (V + kGap) + c);
-          const uint4 by = *reinterpret_cast<const uint4*>(v + r * stride + c);
-          const uint32_t x[4] = {of.x, of.y, of.z, of.w}, y[4] = {by.x, by.y, by.z, by.w};
-          uint32_t found[4];
+          const uint4 dsolved_row = *reinterpret_cast<const uint4*>(dsolved + r * (V + kGap) + c);
+          const uint4 v_row = *reinterpret_cast<const uint4*>(v + r * stride + c);
+          const uint32_t x[4] = {dsolved_row.x, dsolved_row.y, dsolved_row.z, dsolved_row.w};
+          const uint32_t y[4] = {v_row.x, v_row.y, v_row.z, v_row.w};
+          uint32_t rounded[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            sum = fmaf(of_low(x[i]), of_low(y[i]), fmaf(of_high(x[i]), of_high(y[i]), sum));
-            found[i] = mma::pack(b * of_low(x[i]), b * of_high(x[i]));
+            sum = fmaf(low_float(x[i]), low_float(y[i]), fmaf(high_float(x[i]), high_float(y[i]), sum));
+            rounded[i] = mma::pack(b * low_float(x[i]), b * high_float(x[i]));
           }
-          *reinterpret_cast<uint4*>(to + r * stride + c) = make_uint4(found[0], found[1], found[2], found[3]);
+          *reinterpret_cast<uint4*>(to + r * stride + c) = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
         }
       }
-      sum = over_row(sum);
-      if (threadIdx.x % 4 == 0) of_b[0][r] += sum;
+      sum = sum_row(sum);
+      if (threadIdx.x % 4 == 0) b_sums[0][r] += sum;
     } else {
       constexpr int kTiles = V / 16;
       const int column = half * (V / 2);
@@ -1113,7 +1124,7 @@ struct Gradients {
       Sums<kTiles> dv;
       clear(dv);
       add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false>{dstate, V + kGap}, column, 0, K);
-      each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
+      for_each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
       add_product(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
                   Matrix<false>{dout, V + kGap}, column, row, kChunk);
 #pragma unroll
@@ -1130,21 +1141,21 @@ struct Gradients {
   }
 
   // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
-  __device__ void of_g(const Arguments& a, const Place& place, const Decays& decays) {
+  __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays) {
     const int t = threadIdx.x;
-    if (t >= place.count(a)) return;
+    if (t >= index.count(a)) return;
     float states_sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) states_sum += of_states[i];
-    float sum = decays.whole() * states_sum;
+    for (int i = 0; i < 8; ++i) states_sum += states_sums[i];
+    float sum = decays.total() * states_sum;
     for (int i = 0; i < kChunk; ++i) {
-      const float of_sums = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
+      const float exponent_sum = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
                             (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]);
-      sum += i >= t ? of_sums : end[0][i] + end[1][i];
+      sum += i >= t ? exponent_sum : end[0][i] + end[1][i];
     }
-    const int64_t at = place.row(a, a.heads, place.head, 1) + int64_t{t} * a.heads;
+    const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
-    if constexpr (kDelta) a.db[at] = of_b[0][t] + of_b[1][t] + of_b[2][t] + of_b[3][t];
+    if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t];
   }
 };
 
@@ -1153,18 +1164,18 @@ template <int K>
 __device__ inline void add_heads(const Arguments& a) {
   constexpr int kRows = kChunk / kLinearParts;
   const int shared = static_cast<int>(a.heads / a.key_heads);
-  const int64_t index = blockIdx.x / kLinearParts;
+  const int64_t key_chunk = blockIdx.x / kLinearParts;
   const int first_row = static_cast<int>(blockIdx.x % kLinearParts) * kRows;
-  const int64_t of = index / a.chunks, chunk = index % a.chunks;
-  const int64_t first = of / a.key_heads * a.heads + of % a.key_heads * shared;
-  const Place place(a, first, static_cast<int>(chunk));
-  const int count = place.count(a);
+  const int64_t key_head = key_chunk / a.chunks, chunk = key_chunk % a.chunks;
+  const int64_t first = key_head / a.key_heads * a.heads + key_head % a.key_heads * shared;
+  const ChunkIndex index(a, first, static_cast<int>(chunk));
+  const int count = index.count(a);
   const int64_t next = int64_t{a.chunks} * kChunk * K;
   for (int at = threadIdx.x; at < 2 * kRows * (K / 2); at += kThreads) {
     const bool is_k = at >= kRows * (K / 2);
     const int r = first_row + at / (K / 2) % kRows, c = at % (K / 2) * 2;
     if (r >= count) continue;
-    const float* from = (is_k ? a.dk_parts : a.dq_parts) + (place.slot(a) * kChunk + r) * K + c;
+    const float* from = (is_k ? a.dk_parts : a.dq_parts) + (index.slot(a) * kChunk + r) * K + c;
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
     for (int head = 0; head < shared; ++head) {
@@ -1172,7 +1183,7 @@ __device__ inline void add_heads(const Arguments& a) {
       sum.x += x.x, sum.y += x.y;
     }
     Bits* to = static_cast<Bits*>(is_k ? a.dk : a.dq) +
-               place.row(a, a.key_heads, place.key_head, K) + r * (int64_t{a.key_heads} * K) + c;
+               index.row(a, a.key_heads, index.key_head, K) + r * (int64_t{a.key_heads} * K) + c;
     *reinterpret_cast<uint32_t*>(to) = mma::pack(sum.x, sum.y);
   }
 }
@@ -1185,7 +1196,7 @@ inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepar
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);
 inline constexpr uint32_t kLinearOutputsShared = sizeof(linear_attention::Outputs<128, 128, false>);
-inline constexpr uint32_t kLinearPullShared = sizeof(linear_attention::Pull<128, 128>);
+inline constexpr uint32_t kLinearPullShared = sizeof(linear_attention::LocalGradients<128, 128>);
 inline constexpr uint32_t kLinearGradientsShared = sizeof(linear_attention::Gradients<128, 128, false>);
 inline constexpr uint32_t kDeltaChainShared = sizeof(linear_attention::Chain<128, 128, true>);
 inline constexpr uint32_t kDeltaReverseShared = sizeof(linear_attention::Reverse<128, 128, true>);

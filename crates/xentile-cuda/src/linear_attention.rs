@@ -23,7 +23,7 @@ mirror! {
         inverse: *mut c_void,
         states: *mut c_void,
         values: *mut c_void,
-        pulled: *mut f32,
+        dvalues_local: *mut f32,
         dstates: *mut c_void,
         dsolved: *mut c_void,
         out: *mut c_void,
@@ -135,7 +135,7 @@ pub struct BackwardScratch {
     /// `[B, H', N, K, V]` in bf16.
     pub dstates: *mut c_void,
     /// `[B, H', N, 64, V]`, of the delta rule.
-    pub pulled: *mut f32,
+    pub dvalues_local: *mut f32,
     /// `[B, H', N, 64, V]` in bf16, of the delta rule.
     pub dsolved: *mut c_void,
     /// `[B, H', N, 64, K]` of q and of k, where heads share keys.
@@ -325,7 +325,7 @@ impl LinearAttention {
             ("dv", gradients.v.cast_const()),
             ("dinitial_state", gradients.initial_state.cast_const().cast()),
             ("dstates", more.dstates.cast_const()),
-            ("pulled", more.pulled.cast_const().cast()),
+            ("dvalues_local", more.dvalues_local.cast_const().cast()),
             ("dsolved", more.dsolved.cast_const()),
             ("dq_parts", dq_parts.cast_const().cast()),
             ("dk_parts", dk_parts.cast_const().cast()),
@@ -336,7 +336,7 @@ impl LinearAttention {
         let mut all = Arguments {
             dout: cotangents.o,
             dstates: more.dstates,
-            pulled: more.pulled,
+            dvalues_local: more.dvalues_local,
             dsolved: more.dsolved,
             dq: gradients.q,
             dk: gradients.k,
@@ -427,7 +427,7 @@ impl LinearAttention {
             inverse: scratch.inverse,
             states: scratch.states,
             values: scratch.values,
-            pulled: null_mut(),
+            dvalues_local: null_mut(),
             dstates: null_mut(),
             dsolved: null_mut(),
             out: null_mut(),
@@ -494,10 +494,11 @@ impl LinearAttention {
                     + 2 * (state_slice + with_vector(of_slice) + of_slice)
             }
             Kernel::Reverse => {
-                let pulled = of_delta(chunk * (slice + 4) * 4);
+                let dvalues_local = of_delta(chunk * (slice + 4) * 4);
                 let stage =
                     of_keys + of_slice + decays + of_delta(of_keys) + with_vector(2 * square);
-                stages * (stage + pulled) + 2 * (state_slice + of_slice + 2 * with_vector(of_slice))
+                stages * (stage + dvalues_local)
+                    + 2 * (state_slice + of_slice + 2 * with_vector(of_slice))
             }
             Kernel::Chains => {
                 self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse))

@@ -27,17 +27,20 @@ const STATES: &str = "*batch G T/group_tokens K V";
 /// Sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
 /// inverses and the values that enter its states.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
-const CHUNK_STATES: ArrayDecl = scratch("chunk_states", "*batch G T/turn_tokens K V", LIKE_Q);
-const INVERSE: ArrayDecl = scratch("inverse", "*batch G T/turn_tokens 8192", LIKE_Q).given(DELTA);
-const VALUES: ArrayDecl = scratch("values", "*batch G T/turn_tokens 64 V", LIKE_Q).given(DELTA);
+const CHUNK_STATES: ArrayDecl =
+    scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q);
+const INVERSE: ArrayDecl =
+    scratch("inverse", "*batch G T/groups_times_chunk 8192", LIKE_Q).given(DELTA);
+const VALUES: ArrayDecl =
+    scratch("values", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA);
 
-/// A group has `group_tokens`, a multiple of 64; `turn_tokens` is 64 times the number of groups, so that
-/// T / turn_tokens, rounded up, is the number of chunks of a group.
+/// A group has `group_tokens`, a multiple of 64. `groups_times_chunk` is 64 times the number of groups:
+/// T / groups_times_chunk, rounded up, is the number of chunks of a group.
 const ATTRIBUTES: &[AttributeDecl] = &[
     attribute("delta", Range::Bool),
     attribute("scale", Range::Finite),
     attribute("group_tokens", Range::Extent),
-    attribute("turn_tokens", Range::Extent),
+    attribute("groups_times_chunk", Range::Extent),
 ];
 
 pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
@@ -85,11 +88,11 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         CHUNK_STATES,
         INVERSE,
         VALUES,
-        scratch("chunk_dstates", "*batch G T/turn_tokens K V", LIKE_Q),
-        scratch("pulled", "*batch G T/turn_tokens 64 V", F32).given(DELTA),
-        scratch("dsolved", "*batch G T/turn_tokens 64 V", LIKE_Q).given(DELTA),
-        scratch("dq_parts", "*batch G T/turn_tokens 64 K", F32).given(SHARED),
-        scratch("dk_parts", "*batch G T/turn_tokens 64 K", F32).given(SHARED),
+        scratch("chunk_dstates", "*batch G T/groups_times_chunk K V", LIKE_Q),
+        scratch("dvalues_local", "*batch G T/groups_times_chunk 64 V", F32).given(DELTA),
+        scratch("dsolved", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA),
+        scratch("dq_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
+        scratch("dk_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
     ],
     attributes: &[ATTRIBUTES, &[attribute("shared", Range::Bool)]],
     ..FORWARD

@@ -30,7 +30,7 @@ struct Operands<'a> {
     delta: bool,
     scale: f64,
     group_tokens: i64,
-    turn_tokens: i64,
+    groups_times_chunk: i64,
     q: Any<'a>,
     k: Any<'a>,
     v: Any<'a>,
@@ -63,7 +63,7 @@ struct Scratch<'a> {
 
 struct BackwardScratch<'a> {
     dstates: AnyMut<'a>,
-    pulled: Option<FloatsMut<'a>>,
+    dvalues_local: Option<FloatsMut<'a>>,
     dsolved: Option<AnyMut<'a>>,
     parts: Option<[FloatsMut<'a>; 2]>,
 }
@@ -84,7 +84,7 @@ impl<'a> Parameter<'a> for Operands<'a> {
             delta: decoder.parameter("delta")?,
             scale: decoder.parameter("scale")?,
             group_tokens: decoder.parameter("group_tokens")?,
-            turn_tokens: decoder.parameter("turn_tokens")?,
+            groups_times_chunk: decoder.parameter("groups_times_chunk")?,
             q: decoder.parameter("q")?,
             k: decoder.parameter("k")?,
             v: decoder.parameter("v")?,
@@ -131,14 +131,14 @@ impl<'a> Parameter<'a> for Scratch<'a> {
 
 impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let (dstates, pulled, dsolved) = (
+        let (dstates, dvalues_local, dsolved) = (
             decoder.parameter("chunk_dstates")?,
-            given(decoder, "delta", "pulled")?,
+            given(decoder, "delta", "dvalues_local")?,
             given(decoder, "delta", "dsolved")?,
         );
         let of_q: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
         let of_k: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
-        Ok(Self { dstates, pulled, dsolved, parts: of_q.zip(of_k).map(|(q, k)| [q, k]) })
+        Ok(Self { dstates, dvalues_local, dsolved, parts: of_q.zip(of_k).map(|(q, k)| [q, k]) })
     }
 }
 
@@ -193,12 +193,15 @@ impl<'a> Operands<'a> {
                 "`q` has shape {q:?} and `v` {v:?}; they must be [.., T, H, K] and [.., T, G, V]"
             )));
         };
-        let [group_tokens, turn_tokens] = [self.group_tokens, self.turn_tokens]
+        let [group_tokens, groups_times_chunk] = [self.group_tokens, self.groups_times_chunk]
             .map(|tokens| usize::try_from(tokens).unwrap_or(0));
         let chunks = tokens.div_ceil(CHUNK);
-        let group = tokens.checked_div(turn_tokens).map_or(0, |_| tokens.div_ceil(turn_tokens));
+        let group = tokens
+            .checked_div(groups_times_chunk)
+            .map_or(0, |_| tokens.div_ceil(groups_times_chunk));
         let groups = tokens.checked_div(group_tokens).map_or(0, |_| tokens.div_ceil(group_tokens));
-        let is_whole = group_tokens.is_multiple_of(CHUNK) && turn_tokens.is_multiple_of(CHUNK);
+        let is_whole =
+            group_tokens.is_multiple_of(CHUNK) && groups_times_chunk.is_multiple_of(CHUNK);
         if tokens > 0
             && (!is_whole
                 || groups == 0
@@ -206,7 +209,7 @@ impl<'a> Operands<'a> {
                 || group * CHUNK != group_tokens)
         {
             return Err(invalid(format_args!(
-                "attributes `group_tokens` and `turn_tokens` are {group_tokens} and {turn_tokens} for \
+                "attributes `group_tokens` and `groups_times_chunk` are {group_tokens} and {groups_times_chunk} for \
                  {tokens} tokens; they must be 64 times the chunks of a group and the number of groups"
             )));
         }
@@ -327,8 +330,8 @@ fn backward(
     extents.check_scratch(&scratch)?;
     let last = [heads, group, keys, values];
     extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;
-    if let Some(pulled) = &more.pulled {
-        extents.check("pulled", pulled.dims(), &[heads, group, CHUNK, values])?;
+    if let Some(dvalues_local) = &more.dvalues_local {
+        extents.check("dvalues_local", dvalues_local.dims(), &[heads, group, CHUNK, values])?;
     }
     if let Some(array) = &more.dsolved {
         let last = [heads, group, CHUNK, values];
@@ -355,7 +358,7 @@ fn backward(
     };
     let more = kernels::BackwardScratch {
         dstates: more.dstates.as_ptr(),
-        pulled: more.pulled.map_or(null_mut(), |array| array.as_ptr().cast()),
+        dvalues_local: more.dvalues_local.map_or(null_mut(), |array| array.as_ptr().cast()),
         dsolved: place(more.dsolved.as_ref()),
         parts: more.parts.map(|parts| parts.map(|part| part.as_ptr().cast())),
     };

@@ -301,6 +301,12 @@ def _plan(request: str) -> Any:
     return only
 
 
+def has(platform: str, target: str) -> bool:
+    """Whether the library is there and has `target` for `platform`."""
+    outcome = attempt()
+    return not isinstance(outcome, LibraryError) and platform in outcome[1].platforms_of(target)
+
+
 @cache
 def attempt() -> tuple[ctypes.CDLL, Library] | LibraryError:
     """Loads and registers the library once; returns the error where that cannot be done.

@@ -1,8 +1,7 @@
 """Cross-entropy over logits: what users call."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,14 @@ from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint
 from ..implementations import choose
 from ..keywords import hinted_with
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
-from ..losses.options import Options, check_arrays, check_options, narrow_labels
+from ..losses.options import (
+    AxisName,
+    LossKeywords,
+    Options,
+    check_arrays,
+    check_options,
+    narrow_labels,
+)
 from ..losses.reduction import token_factors, weighted, weighted_sum
 from ..losses.traced import Coefficients
 from ..operation import Implementation
@@ -22,22 +28,13 @@ from .declaration import OPERATION
 from .sharding import Layout, find_layout
 
 Reduction = Literal["none", "mean", "sum"]
-AxisName = str | Sequence[str]
 
 
-class _Keywords(TypedDict, total=False):
+class _Keywords(LossKeywords, total=False):
     """The options that both functions have; `_prepare` has their defaults."""
 
-    ignore_index: int
-    label_smoothing: float | jax.Array
-    z_loss: float | jax.Array
-    softcap: float | None
     temperature: float
-    block_size: int | None
-    time_block: int | None
     donate_logits: bool
-    implementation: Implementation | None
-    axis_name: AxisName | None
 
 
 class _Arrays(NamedTuple):

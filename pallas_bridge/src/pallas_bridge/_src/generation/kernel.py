@@ -63,10 +63,7 @@ def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
         return False
     if any(one.dtype != jnp.bfloat16 for one in arrays):
         return False
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    if "cuda" not in outcome[1].platforms_of(TARGET):
+    if not library.has("cuda", TARGET):
         return False
     try:
         devices = jax.devices("cuda")

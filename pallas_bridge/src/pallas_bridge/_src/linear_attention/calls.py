@@ -59,7 +59,7 @@ class Call:
             "delta": len(arrays) == DELTA_ARRAYS,
             "scale": self.options.scale,
             "group_tokens": self.chunks * CHUNK,
-            "turn_tokens": self.groups * CHUNK,
+            "groups_times_chunk": self.groups * CHUNK,
         }
 
     def program(self, arrays: Any) -> Program:

@@ -1,6 +1,6 @@
 """The functions of linear cross-entropy that users call."""
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,10 @@ from jax.typing import ArrayLike
 from .. import pallas
 from ..checks import as_array
 from ..chunk_loops import make_alike
-from ..cross_entropy.api import AxisName
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms
 from ..losses.aux_outputs import Request, check_columns
-from ..losses.options import check_tile
+from ..losses.options import LossKeywords, check_tile
 from ..losses.reduction import weighted
 from ..operation import Implementation
 from . import derivative, schedule
@@ -27,21 +26,13 @@ from .schedule import Planner
 Reduction = Literal["none", "mean", "sum"]
 
 
-class _Keywords(TypedDict, total=False):
+class _Keywords(LossKeywords, total=False):
     """The options that all functions have; `Call` has their defaults."""
 
     bias: ArrayLike | None
     vocab_axis: int | None
-    ignore_index: int
-    label_smoothing: float | jax.Array
-    z_loss: float | jax.Array
-    softcap: float | None
     temperature: float | jax.Array
     max_scratch_bytes: int | None
-    block_size: int | None
-    time_block: int | None
-    implementation: Implementation | None
-    axis_name: AxisName | None
     batch_invariant: bool
 
 

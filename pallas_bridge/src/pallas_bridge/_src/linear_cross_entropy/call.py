@@ -14,11 +14,10 @@ from ..arrays import wide
 from ..bound import Bound
 from ..checks import as_array, check_dtype, is_traced, promoted
 from ..chunk_loops import pad_tokens
-from ..cross_entropy.api import AxisName
 from ..implementations import choose
 from ..logits_gemms import Gemms
 from ..losses.aux_outputs import Request, TokenOutputs
-from ..losses.options import check_options, narrow_labels
+from ..losses.options import AxisName, check_options, narrow_labels
 from ..losses.reduction import token_factors
 from ..losses.traced import Coefficients
 from ..losses.vocab_shards import WHOLE, shard_options

@@ -283,19 +283,12 @@ class Planner:
 
 def has_cpu_calls() -> bool:
     """Whether the library is there and has the calls; where not, XLA's chunks stay."""
-    return _has_call("cpu", "resume")
+    return library.has("cpu", f"{TARGET}_resume")
 
 
 def has_cuda_call(name: str = "fused") -> bool:
     """Whether the library is there and has the call; where not, lowering the others says why."""
-    return _has_call("cuda", name)
-
-
-def _has_call(platform: str, name: str) -> bool:
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    return platform in outcome[1].platforms_of(f"{TARGET}_{name}")
+    return library.has("cuda", f"{TARGET}_{name}")
 
 
 def call_cpu(name: str, options: Options, vocab_axis: int, plan: Plan, *arrays: Any) -> Any:

@@ -3,14 +3,32 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_traced
+from ..operation import Implementation
+
+AxisName = str | Sequence[str]
+
+
+class LossKeywords(TypedDict, total=False):
+    """The options that losses of logits and linear losses have."""
+
+    ignore_index: int
+    label_smoothing: float | jax.Array
+    z_loss: float | jax.Array
+    softcap: float | None
+    block_size: int | None
+    time_block: int | None
+    implementation: Implementation | None
+    axis_name: AxisName | None
+
 
 # Tokens and columns of a tile, None for tuned ones.
 Tile = tuple[int | None, int | None]

@@ -105,10 +105,7 @@ def _is_usable(implementation: Implementation | None) -> bool:
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
             )
         return True
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError):
-        return False
-    if "cuda" not in outcome[1].platforms_of(TARGET):
+    if not library.has("cuda", TARGET):
         return False
     try:
         return len(jax.devices("cuda")) == 1

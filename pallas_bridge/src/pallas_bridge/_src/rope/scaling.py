@@ -13,7 +13,18 @@ from ..checks import check_flag, check_number
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class _FactorScaling:
+    """A scaling by `factor` alone."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        """Checks the parameter."""
+        _check(self, "factor", least=1)
+
+
+@dataclass(frozen=True)
+class LinearScaling(_FactorScaling):
     """Position interpolation (Chen et al., 2023): every frequency over `factor`, at least 1.
 
     Raises:
@@ -21,15 +32,9 @@ class LinearScaling:
       ValueError: a parameter outside its range.
     """
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        """Checks the parameters."""
-        _check(self, "factor", least=1)
-
 
 @dataclass(frozen=True)
-class NtkScaling:
+class NtkScaling(_FactorScaling):
     """NTK-aware interpolation (bloc97, 2023): the base times factor^(R / (R - 2)).
 
     R is the number of rotated columns, at least 4, and `factor` at least 1. The highest frequency
@@ -39,12 +44,6 @@ class NtkScaling:
       TypeError: a parameter that is no number.
       ValueError: a parameter outside its range.
     """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        """Checks the parameters."""
-        _check(self, "factor", least=1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,389 @@
+// What the kernels of decode_step.cuh and decode_step_wide.cuh share: packets between CTAs, the ring of weight stages, the
+// online softmax of a warp, and the merge of partial results.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+#ifdef XENTILE_DECODE_STEP_TRAP
+#include <cstdio>
+#endif
+
+#include "hopper.cuh"
+#include "mma.cuh"
+#include "ptx.cuh"
+
+namespace xentile::decode_step {
+
+using mma::high_float;
+using mma::low_float;
+using mma::pack;
+
+inline constexpr int kCtas = 128;
+inline constexpr int kWarps = 16;
+inline constexpr int kConsumers = 32 * kWarps;
+inline constexpr int kThreads = kConsumers + 128;
+inline constexpr int kStageBytes = 16384;
+inline constexpr int kMaxStages = 12;
+inline constexpr int kMaxSharedBytes = 232448;
+inline constexpr int kSplits = 16;
+// Copies of each vector that all CTAs read, so that they poll different slices of the L2.
+inline constexpr int kCopies = 4;
+// Row pitch of the buffers of partial sums, in floats.
+inline constexpr int kSumRow = 20;
+inline constexpr float kLog2E = 1.4426950409f;
+// Below all logits, and finite, as differences of it are taken.
+inline constexpr float kLowest = -3e38f;
+// 1 / sqrt(128), times log2(e) as scores are exponents of 2.
+inline constexpr float kQueryScale128 = 0.08838834764f * kLog2E;
+
+}  // namespace xentile::decode_step
+
+// For src/decode_step/arguments.rs.
+inline constexpr int kDecodeStepCtas = xentile::decode_step::kCtas;
+inline constexpr int kDecodeStepThreads = xentile::decode_step::kThreads;
+inline constexpr int kDecodeStepStageBytes = xentile::decode_step::kStageBytes;
+
+// Mirrored by `Arguments` in src/decode_step/arguments.rs. Arrays are bf16 unless a type says more.
+struct alignas(128) DecodeStepArguments {
+  // The cache as [layers * length, KV heads * 128].
+  CUtensorMap key_boxes;
+  CUtensorMap value_boxes;
+  const void* packed;          // stages of all layers, then of the head, each of all CTAs
+  const void* embedding;       // [vocab, hidden]
+  const void* attention_norm;  // [layers, hidden]
+  const void* q_norm;          // [layers, 128]
+  const void* k_norm;          // [layers, 128]
+  const void* mlp_norm;        // [layers, hidden]
+  const void* norm;            // [hidden]
+  const float* cosines;        // [length, 64]
+  const float* sines;          // [length, 64]
+  void* keys;                  // [layers, length, KV heads, 128]
+  void* values;                // [layers, length, KV heads, 128]
+  uint64_t* state;             // [kStateWords]
+  const int32_t* token;        // [1]
+  const int32_t* position;     // [1]
+  float* logits;               // [vocab]
+  int32_t* best;               // [1]
+  float* best_logp;            // [1]
+  int32_t layers;
+  int32_t vocab;
+  int32_t length;
+  float eps;
+  // Copies in flight of a CTA in layers, and the least clocks between two: deeper queues of copies
+  // delay the packets.
+  int32_t in_flight;
+  int32_t pace;
+  // Sequences: 1 in decode_step.cuh. In decode_step_wide.cuh arrays have them as the first extent,
+  // and the cache as the second.
+  int32_t batch;
+};
+
+namespace xentile::decode_step {
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// The sum of 16 partial sums, of which each of 4 neighbouring lanes loads 4.
+__device__ inline float sum_partials(const float* partials) {
+  const float4 four = *reinterpret_cast<const float4*>(partials);
+  float sum = (four.x + four.y) + (four.z + four.w);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
+// A barrier of all consumers, and the arrival of a warp that need not wait at it.
+template <int kBarrier>
+__device__ inline void sync_consumers() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kConsumers) : "memory");
+}
+
+template <int kBarrier>
+__device__ inline void arrive_consumers() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kConsumers) : "memory");
+}
+
+__device__ inline void write_packet(uint64_t* packet, uint32_t word, uint32_t tag) {
+  const uint64_t value = word | static_cast<uint64_t>(tag) << 32;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(packet), "l"(value) : "memory");
+}
+
+__device__ inline void write_packet(uint64_t* packet, float x, uint32_t tag) {
+  write_packet(packet, __float_as_uint(x), tag);
+}
+
+// Waits until kPairs pairs of packets of each lane have the tag, and gives their words.
+template <int kPairs>
+__device__ inline void poll_words(const uint64_t* const (&pairs)[kPairs], uint32_t tag,
+                                  uint32_t (&words)[2 * kPairs]) {
+#ifdef XENTILE_DECODE_STEP_TRAP
+  int polls = 0;
+#endif
+  while (true) {
+    uint32_t wrong = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      uint32_t first, second;
+      asm volatile(
+          "{\n"
+          ".reg .b64 a, b;\n"
+          "ld.relaxed.gpu.global.v2.b64 {a, b}, [%4];\n"
+          "mov.b64 {%0, %1}, a;\n"
+          "mov.b64 {%2, %3}, b;\n"
+          "}\n"
+          : "=r"(words[2 * i]), "=r"(first), "=r"(words[2 * i + 1]), "=r"(second)
+          : "l"(pairs[i])
+          : "memory");
+      wrong |= (first ^ tag) | (second ^ tag);
+    }
+    if (__all_sync(~0u, wrong == 0)) return;
+#ifdef XENTILE_DECODE_STEP_TRAP
+    if (++polls > 2000000) {
+      printf("stuck: cta %d thread %d tag %u\n", blockIdx.x, threadIdx.x, tag);
+      __trap();
+    }
+#endif
+  }
+}
+
+// The same of one pair, as floats.
+__device__ inline float2 poll_pair(const uint64_t* pair, uint32_t tag) {
+  const uint64_t* const pairs[1] = {pair};
+  uint32_t words[2];
+  poll_words(pairs, tag, words);
+  return make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
+}
+
+// sums += a b for 32 columns, of which a lane has 8 that follow each other: rows g of A are `upper`,
+// and rows g + 8 are `lower`.
+__device__ inline void multiply(float (&sums)[4], const uint4& upper, const uint4& lower,
+                                const uint4& x) {
+  mma::multiply(sums, upper.x, lower.x, upper.y, lower.y, x.x, x.y);
+  mma::multiply(sums, upper.z, lower.z, upper.w, lower.w, x.z, x.w);
+}
+
+// The cached positions of a CTA's split.
+struct Split {
+  int start;
+  int count;
+  int stages;
+};
+
+// `kKeys` positions are a stage: keys in its first half, values in the other.
+template <int kKeys>
+__device__ inline Split cache_split(int position, int split) {
+  const int size = (position + kSplits - 1) / kSplits;
+  const int start = split * size;
+  const int count = max(0, min(size, position - start));
+  return {start, count, (count + kKeys - 1) / kKeys};
+}
+
+// The largest logit, the first row that has it, and the sum of exp(logit - largest).
+struct Argmax {
+  float logit = kLowest;
+  int row = 0;
+  float sum = 0.0f;
+
+  __device__ void merge(float other, int other_row, float other_sum) {
+    const float larger = fmaxf(logit, other);
+    sum = sum * ptx::ex2((logit - larger) * kLog2E) + other_sum * ptx::ex2((other - larger) * kLog2E);
+    if (other > logit || (other == logit && other_row < row)) row = other_row;
+    logit = larger;
+  }
+
+  // Merges those of lanes whose number differs in the bits from `kFirst` on, below `kStop`.
+  template <int kFirst, int kStop>
+  __device__ void merge_lanes() {
+#pragma unroll
+    for (int step = kFirst; step < kStop; step *= 2) {
+      const float other = __shfl_xor_sync(~0u, logit, step);
+      const int other_row = __shfl_xor_sync(~0u, row, step);
+      const float other_sum = __shfl_xor_sync(~0u, sum, step);
+      merge(other, other_row, other_sum);
+    }
+  }
+
+  __device__ void load(float4 from) {
+    logit = from.x;
+    row = __float_as_int(from.y);
+    sum = from.z;
+  }
+  __device__ float4 to_float4() const {
+    return make_float4(logit, __int_as_float(row), sum, 0.0f);
+  }
+
+  // Replaces it by that of four CTAs for each lane, two pairs of packets a CTA, and merges lanes.
+  __device__ void poll(const uint64_t* const (&pairs)[8], uint32_t tag) {
+    uint32_t found[16];
+    poll_words(pairs, tag, found);
+    *this = Argmax();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      merge(__uint_as_float(found[4 * i]), static_cast<int>(found[4 * i + 1]),
+            __uint_as_float(found[4 * i + 2]));
+    merge_lanes<1, 32>();
+  }
+};
+
+// A slot of a ring of kSlots stages, and the parity of its barrier's phase. Behind the stages are
+// the barriers of full slots, and then those of empty ones.
+template <int kSlots>
+struct RingSlot {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int kSlots>
+__device__ inline void init_ring(uint32_t ring) {
+  const uint32_t barriers = ring + kSlots * kStageBytes;
+  for (int i = 0; i < kSlots; ++i) {
+    ptx::mbarrier_init(barriers + 8 * i, 1);
+    ptx::mbarrier_init(barriers + 8 * (kSlots + i), kWarps);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// A consumer warp of a CTA, and its slot of the ring.
+template <int kSlots>
+struct RingReader {
+  uint8_t* shared;
+  uint32_t ring;
+  int warp, lane;
+  // Rows of A, and columns of it and of sums, of this lane.
+  int g, t;
+  RingSlot<kSlots> place;
+
+  __device__ RingReader(uint8_t* shared, int warp)
+      : shared(shared),
+        ring(ptx::shared_address(shared)),
+        warp(warp),
+        lane(threadIdx.x % 32),
+        g(lane / 4),
+        t(lane % 4) {}
+
+  __device__ uint32_t stage() const { return ring + place.slot * kStageBytes; }
+  __device__ uint32_t full(int slot) const { return ring + kSlots * kStageBytes + 8 * slot; }
+  __device__ uint32_t empty(int slot) const { return full(kSlots + slot); }
+  __device__ void wait() const { ptx::mbarrier_wait(full(place.slot), place.parity); }
+
+  // Waits for a stage, and loads this warp's 64 columns of 8 rows.
+  __device__ void load_stage(uint4& first, uint4& second) const {
+    wait();
+    const uint32_t from = stage() + warp * 1024 + lane * 16;
+    first = ptx::load_shared(from);
+    second = ptx::load_shared(from + 512);
+  }
+};
+
+// Attention of a warp for the kGroup query heads of a KV head, 16 positions at a time, with values
+// in halves of 64 columns.
+template <int kHead, int kGroup, int kHalfBytes>
+struct OnlineSoftmax {
+  // Of head t % kGroup: the running maximum, in base 2, and this lane's sum of exponentials.
+  float max = -1e30f;
+  float sum = 0.0f;
+  // Of 16 columns each: rows g and g + 8, heads 2 t and 2 t + 1, of which there are kGroup.
+  float out[kHead / 16][4] = {};
+
+  // Adds 16 positions, of which the first `count` exist, from this lane's scores of positions g and
+  // g + 8 and head t % kGroup; `values` has theirs. Returns a word that is there once all loads are.
+  template <class Reader>
+  __device__ uint32_t add(const Reader& w, float first, float second, uint32_t values, int count) {
+    const int g = w.g, t = w.t, lane = w.lane;
+    if (g >= count) first = kLowest;
+    if (8 + g >= count) second = kLowest;
+    float now = fmaxf(max, fmaxf(first, second));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
+    const float factor = ptx::ex2(max - now);
+    max = now;
+    first = ptx::ex2(first - now);
+    second = ptx::ex2(second - now);
+    sum = sum * factor + (first + second);
+    const float factors[2] = {__shfl_sync(~0u, factor, 2 * t % kGroup),
+                              __shfl_sync(~0u, factor, (2 * t + 1) % kGroup)};
+    // Probabilities as B: rows are positions, column n is head n % kGroup.
+    const uint32_t p = pack(first, second);
+    const uint32_t even = __shfl_sync(~0u, p, 8 * t + g % kGroup);
+    const uint32_t odd = __shfl_sync(~0u, p, 8 * t + 4 + g % kGroup);
+    const uint32_t b0 = __byte_perm(even, odd, 0x5410), b1 = __byte_perm(even, odd, 0x7632);
+    // Values of positions that do not exist may be NaN.
+    const uint32_t mask = position_mask(2 * t, count), next_mask = position_mask(2 * t + 8, count);
+    const uint32_t row = (lane & 7) + 8 * (lane >> 4), chunk = (lane >> 3) & 1;
+    // p depends on the loads of all keys.
+    uint32_t last = p;
+#pragma unroll
+    for (int i = 0; i < kHead / 16; ++i) {
+      uint32_t v[4];
+      mma::load_matrices_transposed(v, values + (i >> 2) * kHalfBytes + row * 128 +
+                                           (((2 * (i & 3) + chunk) ^ (lane & 7)) << 4));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) out[i][k] *= factors[k & 1];
+      mma::multiply(out[i], v[0] & mask, v[1] & mask, v[2] & next_mask, v[3] & next_mask, b0, b1);
+      last |= v[0];
+    }
+    return last;
+  }
+
+  // Adds up `sum` over the lanes of a head.
+  __device__ void sum_lanes() {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  }
+
+  // A mask of positions `first` and the next, of `count`.
+  __device__ static uint32_t position_mask(int first, int count) {
+    return (first < count ? 0x0000ffffu : 0u) | (first + 1 < count ? 0xffff0000u : 0u);
+  }
+};
+
+// Merges the splits of two columns of a query head from first_column + 2 column on, of packets [part, kHead] at
+// kPartials and [part, maximum and sum] at kSums; this lane loads the four parts from `part` on.
+// Returns both sums of exponentials times values, and 1 / the sum of exponentials.
+template <int kHead, int kPartials, int kSums>
+__device__ inline float3 merge_splits(const uint64_t* packets, int part, int first_column, int column,
+                                      uint32_t tag) {
+  const uint64_t* pairs[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = packets + kPartials + (part + i) * kHead + first_column + 2 * column;
+    pairs[4 + i] = packets + kSums + 2 * (part + i);
+  }
+  uint32_t words[16];
+  poll_words(pairs, tag, words);
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(words[i]);
+  float max = fmaxf(fmaxf(x[8], x[10]), fmaxf(x[12], x[14]));
+  max = fmaxf(max, __shfl_xor_sync(~0u, max, 8));
+  max = fmaxf(max, __shfl_xor_sync(~0u, max, 16));
+  float first = 0.0f, second = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float weight = ptx::ex2(x[8 + 2 * i] - max);
+    first += weight * x[2 * i];
+    second += weight * x[2 * i + 1];
+    sum += weight * x[9 + 2 * i];
+  }
+#pragma unroll
+  for (int step = 8; step < 32; step *= 2) {
+    first += __shfl_xor_sync(~0u, first, step);
+    second += __shfl_xor_sync(~0u, second, step);
+    sum += __shfl_xor_sync(~0u, sum, step);
+  }
+  return make_float3(first, second, 1.0f / sum);
+}
+
+}  // namespace xentile::decode_step
