@@ -1,7 +1,7 @@
 //! CPU kernels for training language models.
 //!
 //! Each operation is one file ([`activation`], [`cross_entropy`], [`flash_attention`],
-//! [`fp8_quantize`], [`linear_cross_entropy`], [`norm`], [`rope`],
+//! [`fp8_quantize`], [`linear_attention`], [`linear_cross_entropy`], [`norm`], [`rope`],
 //! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction
 //! set in [`Isa`], chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
 //! takes a row never changes a bit of it.
@@ -21,6 +21,7 @@ mod isa;
 pub mod kv_cache;
 mod launch;
 pub mod linear;
+pub mod linear_attention;
 pub mod linear_cross_entropy;
 pub mod math;
 pub mod norm;

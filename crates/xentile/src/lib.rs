@@ -2,7 +2,8 @@
 //! their validation, typed errors, and the float64 references of cross-entropy over
 //! [logits](cross_entropy::reference) and over [hidden states](linear_cross_entropy::reference), of
 //! [RMSNorm and LayerNorm](norm::reference), of [activations](activation::reference), of
-//! [rotary position embedding](rope::reference), of [attention](flash_attention::reference), and of
+//! [rotary position embedding](rope::reference), of [attention](flash_attention::reference), of
+//! [linear attention](linear_attention), and of
 //! [FP8 quantisation](fp8_quantize::reference).
 //!
 //! Nothing here is tiled or clever. Kernels live in the backend crates (`xentile-cpu`, …); they answer
@@ -17,6 +18,7 @@ pub mod flash_attention;
 pub mod fp8;
 pub mod fp8_quantize;
 mod labels;
+pub mod linear_attention;
 pub mod linear_cross_entropy;
 pub mod norm;
 #[cfg(feature = "operation")]

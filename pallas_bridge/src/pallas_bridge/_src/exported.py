@@ -8,7 +8,8 @@
 - rope: x [T, H, D], positions [T], dy; gives y, dx.
 - flash_attention: q [H, T, D], k and v [J, K, D], sinks [H], texts, do, dlse [H, T]; gives o, lse,
   dq, dk, dv, dsinks.
-- linear_attention: q and k [T, H, K], v [T, J, K], g [T, J], do; gives o, dq, dk, dv, dg.
+- linear_attention: q and k [T, H, D], v [T, J, E], g [T, J], do; gives o, dq, dk, dv, dg.
+- gated_delta_rule: the same with b [T, J] behind g, and db behind dg.
 - fp8_quantize: x [T, D]; gives values, scales, and those of the transposed copy if asked for.
 - rms_norm_fp8: x [T, D], weight [D], residual; gives those of the norm, and the sum.
 - swiglu_fp8: x [T, 2F], which packs gate and up; gives those of y [T, F].
@@ -46,7 +47,7 @@ from .flash_attention import custom_call as flash_attention
 from .flash_attention.options import check_options as attention_options
 from .flash_attention.options import ranges
 from .fp8_quantize.api import fp8_quantize, rms_norm_fp8, swiglu_fp8
-from .linear_attention.api import linear_attention
+from .linear_attention.api import gated_delta_rule, linear_attention
 from .norm.api import layer_norm, rms_norm
 from .rope.api import rope
 
@@ -205,30 +206,39 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
     return Program("forward_and_backward", forward_and_backward, arguments)
 
 
-def _value_heads(config: Mapping[str, Any]) -> int:
-    heads, value_heads = int(config["heads"]), config.get("value_heads", config["heads"])
-    check_extent("value_heads", value_heads)
+def _key_heads(config: Mapping[str, Any]) -> int:
+    value_heads = int(config["value_heads"])
+    heads = config.get("heads", value_heads)
+    check_extent("heads", heads)
     if value_heads % heads:
-        raise ConfigError(f"value_heads is {value_heads}; it must be a multiple of heads, {heads}")
-    return int(value_heads)
+        raise ConfigError(f"heads is {heads}; it must divide value_heads, which is {value_heads}")
+    return int(heads)
+
+
+def _value_dim(config: Mapping[str, Any]) -> int:
+    columns = config.get("value_dim", config["head_dim"])
+    check_extent("value_dim", columns)
+    return int(columns)
 
 
 def _linear_attention(cell: Cell, given: dict[str, Any]) -> Program:
-    heads, value_heads, head_dim = (
-        getattr(cell.settings, name) for name in ("heads", "value_heads", "head_dim")
-    )
+    settings, is_delta = cell.settings, cell.op == "gated_delta_rule"
     given["implementation"] = cell.implementation
+
+    def function(q: Any, k: Any, v: Any, g: Any, *b: Any) -> Any:
+        if is_delta:
+            return gated_delta_rule(q, k, v, *b, g, **given)
+        return linear_attention(q, k, v, g, **given)
 
     def forward_and_backward(*arguments: Any) -> Any:
         *arrays, do = (one[None] for one in arguments)
-        o, pull = jax.vjp(lambda *arrays: linear_attention(*arrays, **given), *arrays)
+        o, pull = jax.vjp(function, *arrays)
         return tuple(one[0] for one in (o, *pull(do)))
 
-    q, v = (
-        Shape((cell.tokens, count, head_dim), DTYPES[cell.dtype]) for count in (heads, value_heads)
-    )
-    decays = Shape((cell.tokens, value_heads), jnp.float32)
-    arguments = [q, q, v, decays, v]
+    shapes = ((settings.heads, settings.head_dim), (settings.value_heads, settings.value_dim))
+    q, v = (Shape((cell.tokens, *shape), DTYPES[cell.dtype]) for shape in shapes)
+    numbers = Shape((cell.tokens, settings.value_heads), jnp.float32)
+    arguments = [q, q, v, *[numbers] * (1 + is_delta), v]
     return checked(Program("forward_and_backward", forward_and_backward, arguments))
 
 
@@ -274,6 +284,10 @@ RMS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "weight_dtype": weight_dtype_of,
     "residual": flag("residual"),
 }
+STATES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "heads": _key_heads,
+    "value_dim": _value_dim,
+}
 EXPORTS: Mapping[str, Exports] = {
     "activation": Exports(_activation, ("kind", *GATE), ("mlp",), {"layout": _layout}),
     "rms_norm": Exports(_norm, NORM, ("hidden",), RMS),
@@ -292,9 +306,8 @@ EXPORTS: Mapping[str, Exports] = {
             "segments": lambda config: config.get("segments"),
         },
     ),
-    "linear_attention": Exports(
-        _linear_attention, ("scale",), ("heads", "head_dim"), {"value_heads": _value_heads}
-    ),
+    "linear_attention": Exports(_linear_attention, ("scale",), ("value_heads", "head_dim"), STATES),
+    "gated_delta_rule": Exports(_linear_attention, ("scale",), ("value_heads", "head_dim"), STATES),
     "fp8_quantize": Exports(_fp8_quantize, QUANTIZATION, ("hidden",)),
     "rms_norm_fp8": Exports(_rms_norm_fp8, (*NORM, *QUANTIZATION), ("hidden",), RMS),
     "swiglu_fp8": Exports(_swiglu_fp8, ("interleaved", *GATE, *QUANTIZATION), ("mlp",)),

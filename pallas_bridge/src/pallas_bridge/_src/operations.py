@@ -5,6 +5,7 @@ from .causal_conv1d import OPERATION as CAUSAL_CONV1D
 from .cross_entropy.declaration import OPERATION as CROSS_ENTROPY
 from .flash_attention.declaration import OPERATION as FLASH_ATTENTION
 from .fp8_quantize.declaration import OPERATION as FP8_QUANTIZE
+from .linear_attention import GATED_DELTA_RULE
 from .linear_attention import OPERATION as LINEAR_ATTENTION
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
 from .norm.declaration import LAYER_NORM, RMS_NORM
@@ -23,6 +24,7 @@ OPERATIONS: tuple[Operation, ...] = (
     FLASH_ATTENTION,
     CAUSAL_CONV1D,
     LINEAR_ATTENTION,
+    GATED_DELTA_RULE,
     FP8_QUANTIZE,
     SWIGLU_FP8,
     RMS_NORM_FP8,

@@ -1,5 +1,7 @@
 """Linear attention and the gated delta rule."""
 
+from dataclasses import replace
+
 from ..operation import Operation
 
 OPERATION = Operation(
@@ -9,3 +11,5 @@ OPERATION = Operation(
     notes=(("cuda", "XLA's own program but for bfloat16 and 64 or 128 columns"),),
     without=(("cpu", "XLA's own program; there is no kernel"),),
 )
+# One implementation, whose results have the name of the other for `jax.checkpoint`.
+GATED_DELTA_RULE = replace(OPERATION, name="gated_delta_rule")
