@@ -50,6 +50,8 @@ pub struct Declaration {
     pub sharded: &'static [&'static str],
     /// Each `(a, n, b)` says that n times the extent a is at most the extent b.
     pub bounds: &'static [(&'static str, usize, &'static str)],
+    /// Each `(a, b)` says that the extent a is a multiple of the extent b.
+    pub multiples: &'static [(&'static str, &'static str)],
     /// Whether shared operands may have some of the first axes of tokens, those that `vmap` maps.
     pub maps_shared: bool,
     /// Which results may lie in the place of an operand.
@@ -68,6 +70,7 @@ impl Declaration {
         attributes: &[],
         sharded: &[],
         bounds: &[],
+        multiples: &[],
         maps_shared: true,
         aliases: &[],
     };

@@ -1,21 +1,23 @@
-//! Linear attention and the gated delta rule: the attributes and shapes of their targets, for GPUs alone.
+//! Linear attention and the gated delta rule: the attributes and shapes of their targets.
+//!
+//! GPUs have kernels for bf16, K and V of 64 or 128, and groups of whole chunks of 64 tokens.
 
+pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use xla_ffi::DType;
+use xla_ffi::{Decoder, Parameter, Result};
 
 use crate::declaration::{
-    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, Given, Range, Stages, attribute, cotangent,
+    ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, Range, attribute, cotangent,
     gradient, input, output, residual, scratch,
 };
 
-const BF16: Dtype = Dtype::OneOf(&[DType::Bf16]);
 const LIKE_Q: Dtype = Dtype::Like("q");
 const DELTA: Given = Given::Where("delta");
 const SHARED: Given = Given::Where("shared");
 
-const Q: ArrayDecl = input("q", "*batch T H K", BF16);
+const Q: ArrayDecl = input("q", "*batch T H K", FLOATS);
 const K: ArrayDecl = input("k", "*batch T H K", LIKE_Q);
 const V: ArrayDecl = input("v", "*batch T G V", LIKE_Q);
 const LOG_DECAY: ArrayDecl = input("g", "*batch T G", F32);
@@ -24,8 +26,8 @@ const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
 /// The state after each group of chunks; the last is the final state.
 const STATES: &str = "*batch G T/group_tokens K V";
 
-/// Sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
-/// inverses and the values that enter its states.
+/// On GPUs, sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
+/// inverses and the values that enter its states. CPUs take all scratch and touch none.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
 const CHUNK_STATES: ArrayDecl =
     scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q);
@@ -48,7 +50,6 @@ pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD];
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_linear_attention_forward",
     summary: "Linear attention, or with b the gated delta rule, and the state after each group of chunks.",
-    host: Stages::None,
     operands: &[Q, K, V, LOG_DECAY, B, INITIAL_STATE],
     results: &[
         output("o", "*batch T G V", LIKE_Q),
@@ -59,6 +60,7 @@ pub(crate) const FORWARD: Declaration = Declaration {
         VALUES,
     ],
     attributes: &[ATTRIBUTES],
+    multiples: &[("G", "H")],
     ..Declaration::BASE
 };
 
@@ -97,3 +99,13 @@ pub(crate) const BACKWARD: Declaration = Declaration {
     attributes: &[ATTRIBUTES, &[attribute("shared", Range::Bool)]],
     ..FORWARD
 };
+
+/// The parameter `name` if the attribute `flag` is true.
+fn given<'a, P: Parameter<'a>>(
+    decoder: &mut Decoder<'a>,
+    flag: &'static str,
+    name: &'static str,
+) -> Result<Option<P>> {
+    let is_given = decoder.parameter(flag)?;
+    if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
+}

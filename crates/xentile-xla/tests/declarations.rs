@@ -107,7 +107,8 @@ fn what_declarations_name_is_there() {
             let [operand, result] = [alias.operand, alias.result].map(find);
             assert_eq!(operand.dims, result.dims, "{target}: {alias:?}");
         }
-        for (a, _, b) in declaration.bounds {
+        let multiples = declaration.multiples.iter().map(|(a, b)| (a, b));
+        for (a, b) in declaration.bounds.iter().map(|(a, _, b)| (a, b)).chain(multiples) {
             assert!(axes.contains(*a) && axes.contains(*b), "{target}: {a} and {b}");
         }
         assert!(declaration.sharded.iter().all(|name| axes.contains(*name)), "{target}");

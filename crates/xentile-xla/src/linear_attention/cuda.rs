@@ -6,6 +6,7 @@ use std::ptr::null_mut;
 use xentile_cuda::linear_attention::{self as kernels, LinearAttention, Shape};
 use xla_ffi::{Context, DType, Decoder, Error, OnDevice, Parameter, Result, Stage};
 
+use super::given;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
 use crate::dtype;
 use crate::target::target_list;
@@ -66,16 +67,6 @@ struct BackwardScratch<'a> {
     dvalues_local: Option<FloatsMut<'a>>,
     dsolved: Option<AnyMut<'a>>,
     parts: Option<[FloatsMut<'a>; 2]>,
-}
-
-/// The parameter `name` if the attribute `flag` is true.
-fn given<'a, P: Parameter<'a>>(
-    decoder: &mut Decoder<'a>,
-    flag: &'static str,
-    name: &'static str,
-) -> Result<Option<P>> {
-    let is_given = decoder.parameter(flag)?;
-    if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
 }
 
 impl<'a> Parameter<'a> for Operands<'a> {

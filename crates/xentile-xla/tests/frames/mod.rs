@@ -242,6 +242,11 @@ impl Made {
         if let Some(extent) = self.extents.get(name) {
             return *extent;
         }
+        if let Some((_, of)) = declaration.multiples.iter().find(|one| one.0 == name) {
+            let extent = self.extents[*of] * (1 + choose(Choice::Free, 3) as i64);
+            self.extents.insert(name.into(), extent);
+            return extent;
+        }
         let bound = declaration.bounds.iter().find(|bound| bound.0 == name);
         let extent = match bound {
             Some((_, times, of)) => {

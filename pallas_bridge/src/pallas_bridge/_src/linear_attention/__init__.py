@@ -9,7 +9,6 @@ OPERATION = Operation(
     target="xentile_linear_attention_forward",
     falls_back=True,
     notes=(("cuda", "XLA's own program but for bfloat16 and 64 or 128 columns"),),
-    without=(("cpu", "XLA's own program; there is no kernel"),),
 )
 # One implementation, whose results have the name of the other for `jax.checkpoint`.
 GATED_DELTA_RULE = replace(OPERATION, name="gated_delta_rule")

@@ -115,10 +115,11 @@ def linear_attention(
         device's own tokens; states are then those of the whole sequence, the same on all devices.
         About log2(n) exchanges of a state give each device the state before it; that of its own
         tokens takes one more GEMM.
-      implementation: "custom_call" (kernels of the library, for bfloat16 and K and V of 64 or 128,
-        on NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program), or None for
-        kernels where there are any. In a program that XLA partitions over a mesh that is its own
-        program, which shards batch and heads; within `shard_map` kernels run.
+      implementation: "custom_call" (kernels of the library, for CPUs, and for bfloat16 and K and V
+        of 64 or 128 on NVIDIA GPUs of compute capability 9.0 or 10), "reference" (XLA's program,
+        which has second derivatives), or None for kernels where there are any. In a program that
+        XLA partitions over a mesh that is its own program, which shards batch and heads; within
+        `shard_map` kernels run.
 
     Returns:
       o [B, T, H', V] in the dtype of v; with `return_final_state`, a tuple of o and the state

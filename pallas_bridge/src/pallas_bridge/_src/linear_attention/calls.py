@@ -1,7 +1,7 @@
 """Calls of the kernels of linear attention and the gated delta rule, and their derivative.
 
-Kernels have chunks of 64 tokens in groups, as `program` has, and save the state after each group
-for the backward pass. They are for bfloat16, and for 64 or 128 columns of keys and of values.
+Kernels have chunks of tokens in groups, as `program` has, and save the state after each group for
+the backward pass. Those for GPUs are for bfloat16, and for 64 or 128 columns of keys and of values.
 """
 
 import math
@@ -38,6 +38,8 @@ class Call:
     # Chunks of a group, and the number of groups.
     chunks: int
     groups: int
+    # Whether GPUs have kernels for its arrays.
+    has_gpus: bool = True
     # The implementation that the user named.
     implementation: Implementation | None = None
 
@@ -46,12 +48,16 @@ class Call:
         """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
+        if _lacks_on_gpus(arrays):
+            # As many states as XLA's own program saves.
+            chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
+            return Call(options, chunks, -(-every // chunks), False, implementation)
         batch, _, heads, columns = v.shape
         elements = GROUP if len(arrays) == DELTA_ARRAYS else 2 * GROUP
         most = max(elements // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
         groups = -(-every // min(most, every))
         chunks = -(-every // groups)
-        return Call(options, chunks, -(-every // chunks), implementation)
+        return Call(options, chunks, -(-every // chunks), True, implementation)
 
     def attributes(self, arrays: Any) -> dict[str, Any]:
         """Returns the attributes of both targets."""
@@ -64,25 +70,25 @@ class Call:
 
     def program(self, arrays: Any) -> Program:
         """Returns XLA's program that saves the same states; its own groups take less memory."""
-        saved = self.chunks * CHUNK
-        group = max(Program.of(self.options, arrays).group, CHUNK)
-        return Program(self.options, None, CHUNK, min(group, saved), saved)
+        saved, own = self.chunks * CHUNK, Program.of(self.options, arrays)
+        return Program(self.options, own.precision, own.chunk, min(own.group, saved), saved)
 
 
 def lacks(options: Options, arrays: Any) -> str | None:
-    """Returns why the kernels do not take a call, or None where they do."""
+    """Returns why no kernels take a call, or None where those for CPUs do."""
     q, _, v, *_ = arrays
-    if q.dtype != jnp.bfloat16:
-        return f"q has dtype {q.dtype}; it must be bfloat16"
-    for name, one in (("q", q), ("v", v)):
-        if one.shape[-1] not in WIDTHS:
-            return f"{name} has {one.shape[-1]} columns; it must have 64 or 128"
     if options.l2_norm:
         return "qk_l2_norm is True; it must be False"
     sizes = (*q.shape, *v.shape)
     if not all(isinstance(size, int) for size in sizes) or not math.prod(sizes):
         return f"q has shape {q.shape} and v {v.shape}; their axes must be numbers, and none 0"
     return None
+
+
+def _lacks_on_gpus(arrays: Any) -> bool:
+    """Returns whether kernels for GPUs do not take arrays."""
+    q, _, v, *_ = arrays
+    return q.dtype != jnp.bfloat16 or any(one.shape[-1] not in WIDTHS for one in (q, v))
 
 
 def attend(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,13 +102,15 @@ def attend(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _without(call: Call) -> tuple[str, ...]:
     """Returns the platforms without a kernel: GPUs too, if one here has too little memory."""
+    if not call.has_gpus:
+        return ("tpu", "cuda")
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
         devices = []
     named = [str(getattr(one, "compute_capability", CAPABILITIES[0])) for one in devices]
     fits = all(one in CAPABILITIES for one in named)
-    return ("cpu", "tpu") if fits or call.implementation else ("cpu", "tpu", "cuda")
+    return ("tpu",) if fits or call.implementation else ("tpu", "cuda")
 
 
 def _bind(call: Call, target: str, dense: Any, attributes: Any, *arrays: jax.Array) -> Any:

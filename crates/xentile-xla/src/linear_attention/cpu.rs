@@ -1,0 +1,329 @@
+//! Linear attention and the gated delta rule on the CPU.
+
+use xentile::Element;
+use xentile::linear_attention::LinearAttention;
+use xentile_cpu::Isa;
+use xentile_cpu::linear_attention::{self as kernels, Kernel, Launch};
+use xla_ffi::{
+    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, Decoder, Error, Parameter, Result,
+    ThreadPool,
+};
+
+use super::given;
+use crate::cpu::{Pool, ask_for_huge_pages};
+use crate::dtype::{self, with_element};
+use crate::target::target_list;
+
+target_list! {
+    HOST;
+
+    super::FORWARD: fn xentile_linear_attention_forward_host = forward(
+        operands, o, states, scratch, pool,
+    );
+    super::BACKWARD: fn xentile_linear_attention_backward_host = backward(
+        operands, cotangents, gradients, scratch, more, pool,
+    );
+}
+
+/// Elements of a chunk on GPUs: of sums, and of an inverse.
+const DECAYS: usize = 192;
+const INVERSE: usize = 8192;
+
+type Floats<'a> = Buffer<'a, f32>;
+type FloatsMut<'a> = BufferMut<'a, f32>;
+
+/// What both passes take.
+struct Operands<'a> {
+    delta: bool,
+    scale: f64,
+    group_tokens: usize,
+    turn_tokens: usize,
+    q: AnyBuffer<'a>,
+    k: AnyBuffer<'a>,
+    v: AnyBuffer<'a>,
+    g: Floats<'a>,
+    b: Option<Floats<'a>>,
+    initial_state: Floats<'a>,
+}
+
+struct Cotangents<'a> {
+    states: Floats<'a>,
+    o: AnyBuffer<'a>,
+    final_state: Floats<'a>,
+}
+
+struct Gradients<'a> {
+    q: AnyBufferMut<'a>,
+    k: AnyBufferMut<'a>,
+    v: AnyBufferMut<'a>,
+    g: FloatsMut<'a>,
+    b: Option<FloatsMut<'a>>,
+    initial_state: FloatsMut<'a>,
+}
+
+/// Scratch of GPUs: its names and shapes alone are looked at.
+struct Scratch<'a> {
+    floats: Vec<(&'static str, FloatsMut<'a>)>,
+    rows: Vec<(&'static str, AnyBufferMut<'a>)>,
+}
+
+/// As `Scratch`, what the backward pass has besides.
+struct BackwardScratch<'a>(Scratch<'a>);
+
+impl<'a> Parameter<'a> for Operands<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let delta = decoder.parameter("delta")?;
+        let scale: f64 = decoder.parameter("scale")?;
+        if !(scale as f32).is_finite() {
+            return Err(invalid(format_args!(
+                "attribute `scale` is {scale}; it must be finite in f32"
+            )));
+        }
+        let mut tokens = |name: &'static str| {
+            let count: i64 = decoder.parameter(name)?;
+            usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
+                invalid(format_args!("attribute `{name}` is {count}; it must be at least 1"))
+            })
+        };
+        Ok(Self {
+            delta,
+            scale,
+            group_tokens: tokens("group_tokens")?,
+            turn_tokens: tokens("turn_tokens")?,
+            q: decoder.parameter("q")?,
+            k: decoder.parameter("k")?,
+            v: decoder.parameter("v")?,
+            g: decoder.parameter("g")?,
+            b: given(decoder, "delta", "b")?,
+            initial_state: decoder.parameter("initial_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Cotangents<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            states: decoder.parameter("states")?,
+            o: decoder.parameter("do")?,
+            final_state: decoder.parameter("dfinal_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Gradients<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            q: decoder.parameter("dq")?,
+            k: decoder.parameter("dk")?,
+            v: decoder.parameter("dv")?,
+            g: decoder.parameter("dg")?,
+            b: given(decoder, "delta", "db")?,
+            initial_state: decoder.parameter("dinitial_state")?,
+        })
+    }
+}
+
+impl<'a> Parameter<'a> for Scratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let floats = vec![("decays", decoder.parameter("decays")?)];
+        let mut rows = vec![("chunk_states", decoder.parameter("chunk_states")?)];
+        for name in ["inverse", "values"] {
+            rows.extend(given(decoder, "delta", name)?.map(|array| (name, array)));
+        }
+        Ok(Self { floats, rows })
+    }
+}
+
+impl<'a> Parameter<'a> for BackwardScratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let mut floats = Vec::new();
+        let mut rows = vec![("chunk_dstates", decoder.parameter("chunk_dstates")?)];
+        floats.extend(given(decoder, "delta", "pulled")?.map(|array| ("pulled", array)));
+        rows.extend(given(decoder, "delta", "dsolved")?.map(|array| ("dsolved", array)));
+        for name in ["dq_parts", "dk_parts"] {
+            floats.extend(given(decoder, "shared", name)?.map(|array| (name, array)));
+        }
+        Ok(Self(Scratch { floats, rows }))
+    }
+}
+
+/// The shape of a call, which all arrays must have.
+struct Extents<'a> {
+    leading: &'a [usize],
+    dtype: DType,
+    attention: LinearAttention,
+    group_tokens: usize,
+    turn_tokens: usize,
+}
+
+impl<'a> Operands<'a> {
+    /// Checks all shapes and dtypes.
+    fn extents(&'a self) -> Result<Extents<'a>> {
+        let (q, v) = (self.q.dims(), self.v.dims());
+        let (&[ref leading @ .., tokens, key_heads, keys], &[.., heads, values]) = (q, v) else {
+            return Err(invalid(format_args!(
+                "`q` has shape {q:?} and `v` shape {v:?}; they must be [.., T, H, K] and [.., T, G, V]"
+            )));
+        };
+        let attention = LinearAttention {
+            delta: self.delta,
+            scale: self.scale as f32,
+            sequences: if leading.contains(&0) { 0 } else { leading.iter().product() },
+            tokens,
+            key_heads,
+            heads,
+            keys,
+            values,
+        };
+        let Self { group_tokens, turn_tokens, .. } = *self;
+        let extents =
+            Extents { leading, dtype: self.q.dtype(), attention, group_tokens, turn_tokens };
+        extents.check_rows("k", self.k.dims(), self.k.dtype(), &[tokens, key_heads, keys])?;
+        extents.check_rows("v", v, self.v.dtype(), &[tokens, heads, values])?;
+        extents.check("g", self.g.dims(), &[tokens, heads])?;
+        if let Some(b) = &self.b {
+            extents.check("b", b.dims(), &[tokens, heads])?;
+        }
+        extents.check("initial_state", self.initial_state.dims(), &[heads, keys, values])?;
+        attention.validate().map_err(|error| invalid(format_args!("wrong shape: {error}")))?;
+        Ok(extents)
+    }
+
+    /// The operands as kernels take them.
+    fn typed<E: Element + xla_ffi::Element>(&'a self) -> Result<kernels::Operands<'a, E>> {
+        Ok(kernels::Operands {
+            q: self.q.typed::<E, ANY_RANK>()?.as_slice(),
+            k: self.k.typed::<E, ANY_RANK>()?.as_slice(),
+            v: self.v.typed::<E, ANY_RANK>()?.as_slice(),
+            g: self.g.as_slice(),
+            b: self.b.as_ref().map(Buffer::as_slice),
+            state: self.initial_state.as_slice(),
+        })
+    }
+}
+
+impl Extents<'_> {
+    /// Checks that the array `name` has the axes of *batch, then `last`.
+    fn check(&self, name: &str, dims: &[usize], last: &[usize]) -> Result {
+        let right = [self.leading, last].concat();
+        if dims == right {
+            return Ok(());
+        }
+        Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
+    }
+
+    /// As `check`, and that the array has the dtype of q.
+    fn check_rows(&self, name: &str, dims: &[usize], dtype: DType, last: &[usize]) -> Result {
+        if dtype != self.dtype {
+            return Err(dtype::wrong(name, dtype, &self.dtype.to_string()));
+        }
+        self.check(name, dims, last)
+    }
+
+    /// Checks an array of states, of which each head has some.
+    fn check_states(&self, dims: &[usize]) -> Result {
+        let LinearAttention { tokens, heads, keys, values, .. } = self.attention;
+        let groups = tokens.div_ceil(self.group_tokens);
+        self.check("states", dims, &[heads, groups, keys, values])
+    }
+
+    fn check_scratch(&self, scratch: &Scratch<'_>) -> Result {
+        let LinearAttention { tokens, heads, keys, values, .. } = self.attention;
+        let chunks = tokens.div_ceil(self.turn_tokens);
+        let shape = |name| match name {
+            "decays" => vec![heads, tokens.div_ceil(64), DECAYS],
+            "inverse" => vec![heads, chunks, INVERSE],
+            "values" | "pulled" | "dsolved" => vec![heads, chunks, 64, values],
+            "dq_parts" | "dk_parts" => vec![heads, chunks, 64, keys],
+            _ => vec![heads, chunks, keys, values],
+        };
+        for (name, array) in &scratch.floats {
+            self.check(name, array.dims(), &shape(name))?;
+        }
+        for (name, array) in &scratch.rows {
+            self.check_rows(name, array.dims(), array.dtype(), &shape(name))?;
+        }
+        Ok(())
+    }
+}
+
+fn invalid(message: impl std::fmt::Display) -> Error {
+    Error::invalid_argument(message.to_string())
+}
+
+fn forward(
+    operands: Operands,
+    o: AnyBufferMut,
+    states: FloatsMut,
+    scratch: Scratch,
+    pool: ThreadPool,
+) -> Result {
+    let extents = operands.extents()?;
+    let LinearAttention { tokens, heads, values, .. } = extents.attention;
+    extents.check_rows("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
+    extents.check_states(states.dims())?;
+    extents.check_scratch(&scratch)?;
+    let pool = Pool(pool);
+    with_element!(extents.dtype, "q", E => {
+        let o = o.typed::<E, ANY_RANK>()?.into_slice();
+        ask_for_huge_pages(o);
+        let launch = Launch { isa: Isa::detect(), pool: &pool };
+        let operands = operands.typed::<E>()?;
+        Kernel::new(extents.attention, extents.group_tokens, launch)
+            .and_then(|kernel| kernel.forward(operands, o, states.into_slice()))
+            .map_err(invalid)
+    })
+}
+
+fn backward(
+    operands: Operands,
+    cotangents: Cotangents,
+    gradients: Gradients,
+    scratch: Scratch,
+    more: BackwardScratch,
+    pool: ThreadPool,
+) -> Result {
+    let extents = operands.extents()?;
+    let LinearAttention { tokens, key_heads, heads, keys, values, .. } = extents.attention;
+    let [of_keys, of_values] = [[tokens, key_heads, keys], [tokens, heads, values]];
+    let of_state = [heads, keys, values];
+    extents.check_states(cotangents.states.dims())?;
+    extents.check_rows("do", cotangents.o.dims(), cotangents.o.dtype(), &of_values)?;
+    extents.check("dfinal_state", cotangents.final_state.dims(), &of_state)?;
+    for (name, array, last) in [
+        ("dq", &gradients.q, &of_keys),
+        ("dk", &gradients.k, &of_keys),
+        ("dv", &gradients.v, &of_values),
+    ] {
+        extents.check_rows(name, array.dims(), array.dtype(), last)?;
+    }
+    extents.check("dg", gradients.g.dims(), &[tokens, heads])?;
+    if let Some(b) = &gradients.b {
+        extents.check("db", b.dims(), &[tokens, heads])?;
+    }
+    extents.check("dinitial_state", gradients.initial_state.dims(), &of_state)?;
+    extents.check_scratch(&scratch)?;
+    extents.check_scratch(&more.0)?;
+    let pool = Pool(pool);
+    with_element!(extents.dtype, "q", E => {
+        let launch = Launch { isa: Isa::detect(), pool: &pool };
+        let operands = operands.typed::<E>()?;
+        let o = cotangents.o.typed::<E, ANY_RANK>()?;
+        let cotangents = kernels::Cotangents {
+            states: cotangents.states.as_slice(),
+            o: o.as_slice(),
+            state: cotangents.final_state.as_slice(),
+        };
+        let gradients = kernels::Gradients {
+            q: gradients.q.typed::<E, ANY_RANK>()?.into_slice(),
+            k: gradients.k.typed::<E, ANY_RANK>()?.into_slice(),
+            v: gradients.v.typed::<E, ANY_RANK>()?.into_slice(),
+            g: gradients.g.into_slice(),
+            b: gradients.b.map(BufferMut::into_slice),
+            state: gradients.initial_state.into_slice(),
+        };
+        Kernel::new(extents.attention, extents.group_tokens, launch)
+            .and_then(|kernel| kernel.backward(operands, cotangents, gradients))
+            .map_err(invalid)
+    })
+}
