@@ -37,7 +37,7 @@ struct Operands<'a> {
     delta: bool,
     scale: f64,
     group_tokens: usize,
-    turn_tokens: usize,
+    groups_times_chunk: usize,
     q: AnyBuffer<'a>,
     k: AnyBuffer<'a>,
     v: AnyBuffer<'a>,
@@ -89,7 +89,7 @@ impl<'a> Parameter<'a> for Operands<'a> {
             delta,
             scale,
             group_tokens: tokens("group_tokens")?,
-            turn_tokens: tokens("turn_tokens")?,
+            groups_times_chunk: tokens("groups_times_chunk")?,
             q: decoder.parameter("q")?,
             k: decoder.parameter("k")?,
             v: decoder.parameter("v")?,
@@ -138,7 +138,9 @@ impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let mut floats = Vec::new();
         let mut rows = vec![("chunk_dstates", decoder.parameter("chunk_dstates")?)];
-        floats.extend(given(decoder, "delta", "pulled")?.map(|array| ("pulled", array)));
+        floats.extend(
+            given(decoder, "delta", "dvalues_local")?.map(|array| ("dvalues_local", array)),
+        );
         rows.extend(given(decoder, "delta", "dsolved")?.map(|array| ("dsolved", array)));
         for name in ["dq_parts", "dk_parts"] {
             floats.extend(given(decoder, "shared", name)?.map(|array| (name, array)));
@@ -153,7 +155,7 @@ struct Extents<'a> {
     dtype: DType,
     attention: LinearAttention,
     group_tokens: usize,
-    turn_tokens: usize,
+    groups_times_chunk: usize,
 }
 
 impl<'a> Operands<'a> {
@@ -165,6 +167,9 @@ impl<'a> Operands<'a> {
                 "`q` has shape {q:?} and `v` shape {v:?}; they must be [.., T, H, K] and [.., T, G, V]"
             )));
         };
+        if !matches!(self.q.dtype(), DType::F32 | DType::Bf16 | DType::F16) {
+            return Err(dtype::wrong("q", self.q.dtype(), dtype::ELEMENTS));
+        }
         let attention = LinearAttention {
             delta: self.delta,
             scale: self.scale as f32,
@@ -175,9 +180,9 @@ impl<'a> Operands<'a> {
             keys,
             values,
         };
-        let Self { group_tokens, turn_tokens, .. } = *self;
+        let Self { group_tokens, groups_times_chunk, .. } = *self;
         let extents =
-            Extents { leading, dtype: self.q.dtype(), attention, group_tokens, turn_tokens };
+            Extents { leading, dtype: self.q.dtype(), attention, group_tokens, groups_times_chunk };
         extents.check_rows("k", self.k.dims(), self.k.dtype(), &[tokens, key_heads, keys])?;
         extents.check_rows("v", v, self.v.dtype(), &[tokens, heads, values])?;
         extents.check("g", self.g.dims(), &[tokens, heads])?;
@@ -229,11 +234,11 @@ impl Extents<'_> {
 
     fn check_scratch(&self, scratch: &Scratch<'_>) -> Result {
         let LinearAttention { tokens, heads, keys, values, .. } = self.attention;
-        let chunks = tokens.div_ceil(self.turn_tokens);
+        let chunks = tokens.div_ceil(self.groups_times_chunk);
         let shape = |name| match name {
             "decays" => vec![heads, tokens.div_ceil(64), DECAYS],
             "inverse" => vec![heads, chunks, INVERSE],
-            "values" | "pulled" | "dsolved" => vec![heads, chunks, 64, values],
+            "values" | "dvalues_local" | "dsolved" => vec![heads, chunks, 64, values],
             "dq_parts" | "dk_parts" => vec![heads, chunks, 64, keys],
             _ => vec![heads, chunks, keys, values],
         };
