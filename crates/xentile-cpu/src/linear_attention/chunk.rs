@@ -357,9 +357,9 @@ impl Job for Backward<'_> {
             chunk.o.copy_from_slice(&chunk.dnew);
         }
         let mut sum = chunk.whole_decay() * dot(s, state, dstate);
-        for i in 0..count {
-            chunk.dg[i] = sum;
-            sum += behind[i];
+        for (dg, behind) in chunk.dg.iter_mut().zip(&behind).take(count) {
+            *dg = sum;
+            sum += behind;
         }
         let mut sum = 0.0;
         for i in (0..count).rev() {
@@ -414,9 +414,9 @@ impl Chunk {
         let left = Left::rows(&self.scaled_v, of_values);
         let extents = [count, of_values, of_keys];
         multiply(isa, extents, left, &self.turned_state, 0.0, &mut self.scaled_k);
-        for i in 0..count {
+        for (i, at) in at.iter_mut().enumerate().take(count) {
             let keys = i * of_keys..(i + 1) * of_keys;
-            at[i] += dot(s, &self.scaled_k[keys.clone()], &self.k[keys.clone()]);
+            *at += dot(s, &self.scaled_k[keys.clone()], &self.k[keys.clone()]);
             let entries = self.dk[keys.clone()].iter_mut().zip(&self.scaled_k[keys]);
             entries.for_each(|(to, x)| *to += x);
         }

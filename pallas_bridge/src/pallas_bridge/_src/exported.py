@@ -225,9 +225,9 @@ def _linear_attention(cell: Cell, given: dict[str, Any]) -> Program:
     settings, is_delta = cell.settings, cell.op == "gated_delta_rule"
     given["implementation"] = cell.implementation
 
-    def function(q: Any, k: Any, v: Any, g: Any, *b: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, g: Any, b: Any = None) -> Any:
         if is_delta:
-            return gated_delta_rule(q, k, v, *b, g, **given)
+            return gated_delta_rule(q, k, v, b, g, **given)
         return linear_attention(q, k, v, g, **given)
 
     def forward_and_backward(*arguments: Any) -> Any:

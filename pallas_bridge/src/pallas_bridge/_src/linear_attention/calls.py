@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linear
+from ..arrays import spec_of
 from ..bound import Bound
 from ..custom_call import bind, declared_call
 from ..operation import Implementation
@@ -82,6 +83,11 @@ def lacks(options: Options, arrays: Any) -> str | None:
     sizes = (*q.shape, *v.shape)
     if not all(isinstance(size, int) for size in sizes) or not math.prod(sizes):
         return f"q has shape {q.shape} and v {v.shape}; their axes must be numbers, and none 0"
+    *tokens, state = arrays
+    if any(any(spec_of(jax.typeof(one))[2:]) for one in tokens) or any(
+        spec_of(jax.typeof(state))[1:]
+    ):
+        return "heads or columns are sharded by explicit mesh axes; they must be whole"
     return None
 
 
