@@ -103,5 +103,5 @@ def model_params(dtype: str) -> Any:
 
 def test_info_says_how_a_step_runs() -> None:
     details = pallas_bridge.info().details()
-    assert "generation on cpu: kernels that read weights and cache once" in details
+    assert "generation on cpu: kernels that read the cache once, and weights of up to 8" in details
     assert "generation on cuda: XLA's products" in details or "Qwen3-0.6B" in details

@@ -1,9 +1,10 @@
-"""Kernels of a decoder for CPUs, which read weights and cache once, where they are.
+"""Kernels of a step for CPUs, which read weights and cache once, where they are.
 
 XLA's own program for CPUs converts matrices of 16 bits to float32 in every step, and the whole
 cache in every layer.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ LINEAR, APPEND, ATTENTION = (
     "xentile_kv_cache_append",
     "xentile_kv_cache_attention",
 )
+# The most tokens of a product: XLA's takes as long for more.
+MOST_TOKENS = 8
 
 
 def are_in(loaded: library.Library) -> bool:
@@ -50,12 +53,13 @@ def linear(
         weights: Those of all layers.
         layer: The layer's index.
         dtype: That of the result; None for that of x.
-        by_kernel: Whether CPUs take the kernel, where both are of one dtype.
+        by_kernel: Whether CPUs take the kernel, for few tokens of the dtype of the weights.
     """
     dtype = x.dtype if dtype is None else dtype
     operands = x, weights, jnp.asarray(layer, jnp.int32)
     by_xla = partial(_dot, dtype=dtype)
-    if not by_kernel or x.dtype != weights.dtype:
+    has_kernel = x.dtype == weights.dtype and math.prod(x.shape[:-1]) <= MOST_TOKENS
+    if not (by_kernel and has_kernel):
         return by_xla(*operands)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], weights.shape[1]), dtype)
     call = jax.ffi.ffi_call(LINEAR, result, vmap_method="sequential")

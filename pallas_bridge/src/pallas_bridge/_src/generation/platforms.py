@@ -14,7 +14,10 @@ def describe(loaded: library.Library | None) -> tuple[str, ...]:
 def _on_cpu(loaded: library.Library | None) -> str:
     if loaded is None or not cpu_kernels.are_in(loaded):
         return "XLA's products; the library has no kernels of a decoder"
-    return "kernels that read weights and cache once, on one device"
+    return (
+        "kernels that read the cache once, and weights of up to "
+        f"{cpu_kernels.MOST_TOKENS} sequences, on one device"
+    )
 
 
 def _on_cuda(loaded: library.Library | None) -> str:
