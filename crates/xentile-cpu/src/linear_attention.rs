@@ -1,8 +1,8 @@
 //! Linear attention and the gated delta rule: forward, and backward from states that the forward pass saves.
 //!
 //! A task goes through the tokens of one sequence: forward with one head of values, backward with one of keys and
-//! all heads of values that share it. It takes them a chunk at a time ([`chunk`]), as products of small matrices in
-//! f32 whose operands stay in the nearest caches ([`multiply`]). The backward pass computes the states of a group
+//! all heads of values that share it. It takes them a chunk at a time (`chunk`), as products of small matrices in
+//! f32 whose operands stay in the nearest caches (`multiply`). The backward pass computes the states of a group
 //! of chunks again from the saved one.
 
 mod chunk;
