@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pallas_bridge._src import doctor, implementations, library, platforms
+from pallas_bridge._src import doctor, info, library, platforms
 
 import pallas_bridge
 
@@ -106,7 +106,7 @@ def test_explain_and_info_on_the_command_line() -> None:
     assert str(pallas_bridge.info().library.path) in command("info")[1]  # type: ignore[union-attr]
     code, printed = command("info")
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line}
-    short = implementations.SHORT
+    short = info.SHORT
     for name, found in pallas_bridge.info().operations.items():
         assert rows[name] == [short[row.implementation] for row in found]
     assert "xentile_" not in printed.replace("libxentile_xla", "")

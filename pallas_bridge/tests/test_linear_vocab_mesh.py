@@ -354,41 +354,6 @@ def test_a_named_axis_beside_others_takes_three_products(
             np.testing.assert_allclose(one, of, rtol=1e-4, atol=1e-5 * float(jnp.abs(of).max()))
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-def test_chunks_of_xla_take_three_products_within_shard_map(
-    rng: np.random.Generator, is_checked: bool
-) -> None:
-    """Mixed dtypes have no call of the library on CPUs."""
-    h, w, b, y, (c, *_) = draw(rng, 1024, 320, 16)
-    y[1] = y[0]
-    h = jnp.asarray(h, jnp.bfloat16)
-    options = {**EVERYTHING, "temperature": 1.5, "reduction": "sum", "ignore_index": int(y[0])}
-
-    def loss(h: Any, w: Any, b: Any, c: Any, y: Any, **more: Any) -> Any:
-        return linear_cross_entropy(h, w, y, bias=b, weights=c, **options, **more)
-
-    arrays = h, w, b, c, y
-    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(*map(jnp.asarray, arrays))
-    mapped = jax.shard_map(
-        partial(loss, axis_name="vocab", max_scratch_bytes=200_000),
-        mesh=mesh_of((1, 8), "checked"),
-        in_specs=(P(), P("vocab"), P("vocab"), P(), P()),
-        out_specs=P(),
-        check_vma=is_checked,
-    )
-    program = jax.jit(jax.value_and_grad(mapped, (0, 1, 2, 3))).lower(*arrays).compile()
-    found_value, found = program(*arrays)
-    text = program.as_text()
-    assert " while(" in text
-    assert text.count(" dot(") == 3
-    np.testing.assert_allclose(found_value, value, rtol=1e-5)
-    for one, of in zip(found, gradients, strict=True):
-        wide = [np.asarray(x, np.float64) for x in (one, of)]
-        # Eight parts of dhidden are rounded before they are summed; dlogits are of 16 bits.
-        eps = 2**-7 if of.dtype == jnp.bfloat16 else 1e-4
-        np.testing.assert_allclose(*wide, rtol=0, atol=2 * eps * np.abs(wide[1]).max())
-
-
 def test_transformations(rng: np.random.Generator) -> None:
     mesh = mesh_of((2, 4), "auto")
     *arrays, _ = draw(rng, 24, 40, 12)

@@ -247,17 +247,12 @@ class Call:
             return self._fuse_outputs(loss, requested) if is_known else loss
         if layout is not None and not exchange.is_whole:
             own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
-            # Gradients of a chunk in XLA need its logits once; those of calls and kernels, which
-            # hold no logits between passes, take these again.
-            platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-            is_of_xla = platform not in own.call_platforms and self.options.implementation is None
-            can_fuse = is_reduced and (layout.leaves_axes or is_of_xla)
+            can_fuse = is_reduced and layout.leaves_axes
             fused_chunk = planner.fused_chunk_tokens(operands) if can_fuse else None
             return dataclasses.replace(
                 loss,
                 schedule=own,
                 is_fused=fused_chunk is not None,
-                leaves_axes=layout.leaves_axes,
                 chunk_tokens=fused_chunk or 0,
             )
         planned = planner.schedule(self.options, operands, reduced=is_reduced)

@@ -61,8 +61,6 @@ class LinearLoss:
     is_dense: bool = False
     # Whether the forward pass makes gradients where the reduction is inside.
     is_fused: bool = False
-    # Whether XLA shards over other axes of the mesh than the shards'.
-    leaves_axes: bool = False
     # Tokens of a chunk, with auxiliary outputs or of a fused pass over a shard.
     chunk_tokens: int = 0
     # Whether entropy and correct are auxiliary outputs, and whether correct is one.
@@ -337,8 +335,6 @@ def _fused(
         if loss.exchange.is_whole:
             assert loss.schedule is not None
             run = partial(loss.schedule.fused, needs_losses=needs_losses)
-        elif not loss.leaves_axes:
-            run = partial(_fused_shard, loss)
         losses, *saved, gradients = linear.whole(OPERATION, run, operands, factors)
         return losses, Saved(*saved), [], gradients
     default = Bound(_fused_outputs, loss)
@@ -347,22 +343,6 @@ def _fused(
     entropy = others.pop(0) if loss.distribution else None
     picked = None if columns is None else others.pop(0)
     return losses, Saved(lse, lse_low, None, entropy, picked), others, gradients
-
-
-def _fused_shard(loss: LinearLoss, operands: Operands, factors: jax.Array) -> Any:
-    """Returns `TokenChunks.fused` of a shard, by two passes on platforms with calls or kernels."""
-    assert loss.schedule is not None
-    two_passes = dict.fromkeys(loss.schedule.call_platforms, Bound(_two_passes, loss))
-    by_chunks = Bound(TokenChunks.fused, loss.chunks)
-    return jax.lax.platform_dependent(operands, factors, **two_passes, default=by_chunks)
-
-
-def _two_passes(loss: LinearLoss, operands: Operands, factors: jax.Array) -> Any:
-    # The factors are the same on all devices.
-    loss = dataclasses.replace(loss, exchange=loss.checked)
-    (losses, *_), saved = forward(loss, operands, None, is_differentiated=True)
-    gradients = vjp(loss, (operands, None, saved), (factors, None, None))
-    return losses, saved.lse, saved.lse_low, saved.is_empty, gradients
 
 
 def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:

@@ -75,13 +75,6 @@ class Schedule:
         has_plan = self.cpu is not None and self.cpu.hands_over and has_cpu_calls()
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
-    @property
-    def call_platforms(self) -> tuple[str, ...]:
-        """The platforms where a pass is a library call or kernels, and not chunks in XLA."""
-        has_cpu = self.cpu is not None and has_cpu_calls()
-        has_cuda = self.cuda is not None and has_cuda_call()
-        return ("tpu", *["cpu"] * has_cpu, *["cuda"] * has_cuda)
-
     def forward(self, operands: Operands) -> Any:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
         return self.run("forward", self.options, operands)
