@@ -252,8 +252,7 @@ impl Made {
             Some((_, times, of)) => {
                 choose(Choice::Free, self.extents[*of] as usize / times + 1) as i64
             }
-            // Bytes of scratch.
-            None if name == "B" => [1 << 18, 1000, 0][choose(Choice::Value, 3)],
+            None if is_bytes(declaration, name) => [1 << 18, 1000, 0][choose(Choice::Value, 3)],
             None => 1 + choose(Choice::Free, self.most_extent) as i64,
         };
         self.extents.insert(name.into(), extent);
@@ -269,4 +268,12 @@ impl Made {
         self.dtypes.insert(array.name, dtype);
         dtype
     }
+}
+
+/// Whether a named axis is that of bytes of scratch.
+fn is_bytes(declaration: &Declaration, name: &str) -> bool {
+    let mut all = declaration.operands.iter().chain(declaration.results);
+    all.any(|array| {
+        matches!(array.dims, Dims::Fixed(dims) if dims == name) && array.dtype == Dtype::Bytes
+    })
 }
