@@ -5,8 +5,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xentile::activation::{Activation, ActivationShape, Kind, Layout};
-use xla_ffi::{Attribute, Decoder, Error, FromAttribute, Parameter, Result};
+use xla_ffi::{Attribute, Decoder, FromAttribute, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, FLOATS, Range, attribute, cotangent,
     gradient, input, output,
@@ -128,8 +129,4 @@ pub(crate) fn check_y(dims: &[usize], of_dy: &[usize]) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format_args!("`y` has shape {dims:?}; it must be {of_dy:?}, as `dy`")))
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -5,8 +5,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xentile::causal_conv1d::CausalConv1d;
-use xla_ffi::{Decoder, Error, Parameter, Result};
+use xla_ffi::{Decoder, Parameter, Result};
 
+use crate::arguments::{check_shape, given, invalid};
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, Range, S32, attribute,
     cotangent, gradient, input, output,
@@ -89,16 +90,6 @@ pub(crate) struct Gradients<A, F> {
     pub(crate) weight: F,
     pub(crate) bias: Option<F>,
     pub(crate) state: Option<A>,
-}
-
-/// The parameter `name` if the attribute `flag` is true.
-fn given<'a, P: Parameter<'a>>(
-    decoder: &mut Decoder<'a>,
-    flag: &'static str,
-    name: &'static str,
-) -> Result<Option<P>> {
-    let is_given = decoder.parameter(flag)?;
-    if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
 }
 
 impl<'a, A: Parameter<'a>, I: Parameter<'a>> Parameter<'a> for Operands<A, I> {
@@ -188,11 +179,7 @@ impl<A, F> Gradients<A, F> {
 
 /// Checks that an array, with its name, is `leading` and then `last`.
 fn check(name: &str, dims: &[usize], leading: &[usize], last: &[usize]) -> Result {
-    let right = [leading, last].concat();
-    if dims == right {
-        return Ok(());
-    }
-    Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
+    check_shape(name, dims, &[leading, last].concat())
 }
 
 /// Checks that an array, with its name, is none or some of the first of `leading` and then `last`.
@@ -209,8 +196,4 @@ fn check_shared(name: &str, dims: &[usize], leading: &[usize], last: &[usize]) -
 /// The product of `axes`: an empty one first, because the others alone may multiply to more than fits.
 fn product(axes: &[usize]) -> usize {
     if axes.contains(&0) { 0 } else { axes.iter().product() }
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -8,6 +8,7 @@ use xentile::cross_entropy::CrossEntropy;
 use xentile::{LogitsShape, Tile};
 use xla_ffi::{Attribute, DType, Decoder, Error, FromAttribute, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, LABELS, Range, S32, attribute,
     cotangent, gradient, input, may_alias, output, residual,
@@ -220,8 +221,4 @@ pub(crate) fn shape(declaration: &Declaration, arrays: &[&[usize]]) -> Result<Lo
 /// The error for labels of another type than those of the two widths.
 pub(crate) fn wrong_labels(dtype: DType) -> Error {
     dtype::wrong("labels", dtype, "s32 or s64")
-}
-
-fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -5,8 +5,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xentile::flash_attention::{AttentionShape, FlashAttention};
-use xla_ffi::{Decoder, Error, Parameter, Result};
+use xla_ffi::{Decoder, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, HALVES, Range, S32,
     Stages, attribute, cotangent, gradient, input, output, residual, scratch,
@@ -311,8 +312,4 @@ fn check(name: &str, dims: &[usize], leading: &[usize], last: &[usize]) -> Resul
         return Ok(());
     }
     Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -5,8 +5,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
-use xla_ffi::{DType, Decoder, Error, Parameter, Result};
+use xla_ffi::{DType, Decoder, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, FP8, Range, Stages, attribute,
     input, may_alias, output, residual,
@@ -311,8 +312,4 @@ pub(crate) fn check_scale(scale: &[usize], axes: &[usize]) -> Result {
     Err(invalid(format_args!(
         "`scale` has shape {scale:?}; it must be that of none or some of the first axes of {axes:?}"
     )))
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -2,8 +2,9 @@
 
 pub(crate) mod cpu;
 
-use xla_ffi::{Error, Result};
+use xla_ffi::Result;
 
+use crate::arguments::check_layer;
 use crate::declaration::{
     Alias, Declaration, Dtype, FLOATS, Range, S32, Stages, attribute, input, output,
 };
@@ -59,25 +60,8 @@ pub(crate) const ATTENTION: Declaration = Declaration {
     ..Declaration::BASE
 };
 
-/// Checks that an array, with its name, has the shape that is right.
-pub(crate) fn check(name: &str, actual: &[usize], right: &[usize]) -> Result {
-    if actual == right {
-        return Ok(());
-    }
-    Err(invalid(format_args!("`{name}` has shape {actual:?}; it must be {right:?}")))
-}
-
 /// The elements of a layer, and where those of `layer` begin, in a cache of this shape.
 pub(crate) fn place(cache: &[usize], layer: i32) -> Result<(usize, usize)> {
-    let (layers, each) = (cache[0], cache[1..].iter().product::<usize>());
-    match usize::try_from(layer).ok().filter(|layer| *layer < layers) {
-        Some(layer) => Ok((each, layer * each)),
-        None => Err(invalid(format_args!(
-            "`layer` is {layer}; it must be below {layers}, and at least 0"
-        ))),
-    }
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
+    let each = cache[1..].iter().product::<usize>();
+    Ok((each, check_layer(layer, cache[0])? * each))
 }

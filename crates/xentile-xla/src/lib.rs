@@ -9,6 +9,7 @@
 //! a new file and a line in the table's list.
 
 mod activation;
+mod arguments;
 mod causal_conv1d;
 mod cpu;
 mod cross_entropy;

@@ -2,8 +2,9 @@
 
 pub(crate) mod cpu;
 
-use xla_ffi::{Error, Result};
+use xla_ffi::Result;
 
+use crate::arguments::{check_layer, check_shape, invalid};
 use crate::declaration::{Declaration, Dtype, FLOATS, S32, Stages, input, output};
 
 pub(crate) const DECLARATIONS: &[Declaration] = &[LINEAR];
@@ -29,23 +30,16 @@ pub(crate) fn check(
     layer: i32,
     y: &[usize],
 ) -> Result<(usize, [usize; 3])> {
-    let invalid = |message| Err(Error::invalid_argument(message));
     let (&[layers, rows, terms], Some((last, leading))) = (weight, x.split_last()) else {
-        return invalid(format!(
+        return Err(invalid(format_args!(
             "`weight` has shape {weight:?} and `x` {x:?}; they must be [L, O, I] and [.., I]"
-        ));
+        )));
     };
     if *last != terms {
-        return invalid(format!(
+        return Err(invalid(format_args!(
             "`x` has shape {x:?}; its last axis must be {terms}, that of `weight`"
-        ));
+        )));
     }
-    let right = [leading, &[rows]].concat();
-    if y != right {
-        return invalid(format!("`y` has shape {y:?}; it must be {right:?}"));
-    }
-    match usize::try_from(layer).ok().filter(|layer| *layer < layers) {
-        Some(layer) => Ok((layer, [leading.iter().product(), rows, terms])),
-        None => invalid(format!("`layer` is {layer}; it must be below {layers}, and at least 0")),
-    }
+    check_shape("y", y, &[leading, &[rows]].concat())?;
+    Ok((check_layer(layer, layers)?, [leading.iter().product(), rows, terms]))
 }

@@ -8,6 +8,7 @@ pub(crate) mod cuda;
 
 use xla_ffi::{Decoder, Parameter, Result};
 
+use crate::arguments::{given, invalid};
 use crate::declaration::{
     ArrayDecl, AttributeDecl, Declaration, Dtype, F32, FLOATS, Given, Range, attribute, cotangent,
     gradient, input, output, residual, scratch,
@@ -100,12 +101,82 @@ pub(crate) const BACKWARD: Declaration = Declaration {
     ..FORWARD
 };
 
-/// The parameter `name` if the attribute `flag` is true.
-fn given<'a, P: Parameter<'a>>(
-    decoder: &mut Decoder<'a>,
-    flag: &'static str,
-    name: &'static str,
-) -> Result<Option<P>> {
-    let is_given = decoder.parameter(flag)?;
-    if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
+/// What both passes take, in buffers of any dtype and of f32.
+pub(crate) struct Operands<A, F> {
+    pub(crate) delta: bool,
+    pub(crate) scale: f64,
+    pub(crate) group_tokens: i64,
+    pub(crate) groups_times_chunk: i64,
+    pub(crate) q: A,
+    pub(crate) k: A,
+    pub(crate) v: A,
+    pub(crate) g: F,
+    pub(crate) b: Option<F>,
+    pub(crate) initial_state: F,
+}
+
+/// What the backward pass takes besides.
+pub(crate) struct Cotangents<A, F> {
+    pub(crate) states: F,
+    pub(crate) o: A,
+    pub(crate) final_state: F,
+}
+
+/// The gradients, in buffers of any dtype and of f32.
+pub(crate) struct Gradients<A, F> {
+    pub(crate) q: A,
+    pub(crate) k: A,
+    pub(crate) v: A,
+    pub(crate) g: F,
+    pub(crate) b: Option<F>,
+    pub(crate) initial_state: F,
+}
+
+impl<'a, A: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Operands<A, F> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            delta: decoder.parameter("delta")?,
+            scale: decoder.parameter("scale")?,
+            group_tokens: decoder.parameter("group_tokens")?,
+            groups_times_chunk: decoder.parameter("groups_times_chunk")?,
+            q: decoder.parameter("q")?,
+            k: decoder.parameter("k")?,
+            v: decoder.parameter("v")?,
+            g: decoder.parameter("g")?,
+            b: given(decoder, "delta", "b")?,
+            initial_state: decoder.parameter("initial_state")?,
+        })
+    }
+}
+
+impl<'a, A: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Cotangents<A, F> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            states: decoder.parameter("states")?,
+            o: decoder.parameter("do")?,
+            final_state: decoder.parameter("dfinal_state")?,
+        })
+    }
+}
+
+impl<'a, A: Parameter<'a>, F: Parameter<'a>> Parameter<'a> for Gradients<A, F> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            q: decoder.parameter("dq")?,
+            k: decoder.parameter("dk")?,
+            v: decoder.parameter("dv")?,
+            g: decoder.parameter("dg")?,
+            b: given(decoder, "delta", "db")?,
+            initial_state: decoder.parameter("dinitial_state")?,
+        })
+    }
+}
+
+/// The attribute `scale` in f32.
+fn finite(scale: f64) -> Result<f32> {
+    let narrow = scale as f32;
+    if narrow.is_finite() {
+        return Ok(narrow);
+    }
+    Err(invalid(format_args!("attribute `scale` is {scale}; it must be finite in f32")))
 }

@@ -6,8 +6,9 @@ pub(crate) mod cuda;
 pub(crate) mod plan;
 
 use xentile::linear_cross_entropy::{LinearShape, VocabAxis};
-use xla_ffi::{Decoder, Error, Result};
+use xla_ffi::{Decoder, Result};
 
+use crate::arguments::invalid;
 use crate::cross_entropy::{EVERY_TOKEN, OPTIONS};
 use crate::declaration::{
     Alias, ArrayDecl, AttributeDecl, Declaration, Dims, Dtype, F32, FLOATS, Given, LABELS, Range,
@@ -203,16 +204,4 @@ fn check_tokens(labels: &[usize], arrays: &[(&str, &[usize])]) -> Result {
             "`{name}` has shape {dims:?}; it must be {labels:?}, that of `labels`"
         ))),
     }
-}
-
-/// Checks the shape of an array, by its name.
-fn check_shape(name: &str, dims: &[usize], expected: &[usize]) -> Result {
-    if dims == expected {
-        return Ok(());
-    }
-    Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {expected:?}")))
-}
-
-fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -5,8 +5,9 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use xentile::norm::{Norm, NormShape};
-use xla_ffi::{Decoder, Error, Parameter, Result};
+use xla_ffi::{Decoder, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     AttributeDecl, Declaration, Dtype, F32, FLOATS, Range, attribute, cotangent, gradient, input,
     may_alias, output, residual,
@@ -223,8 +224,4 @@ pub(crate) fn partial_sums(x: &[usize], name: &str, sums: &[usize]) -> Result<[u
 /// The product of `axes`: an empty one first, because the others alone may multiply to more than fits.
 fn product(axes: &[usize]) -> usize {
     if axes.contains(&0) { 0 } else { axes.iter().product() }
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

@@ -7,8 +7,9 @@ pub(crate) mod cuda;
 pub(crate) mod qk_norm;
 
 use xentile::rope::{Layout, Rope, RopeShape};
-use xla_ffi::{Decoder, Error, Parameter, Result};
+use xla_ffi::{Decoder, Parameter, Result};
 
+use crate::arguments::invalid;
 use crate::declaration::{
     AttributeDecl, Declaration, Dtype, F32, FLOATS, Range, S32, Stages, attribute, cotangent,
     gradient, input, may_alias, output, residual,
@@ -143,8 +144,4 @@ pub(crate) fn shape([x, y, indices, cos, sin]: [&[usize]; 5]) -> Result<RopeShap
 /// The product of `axes`: an empty one first, because the others alone may multiply to more than fits.
 fn product(axes: &[usize]) -> usize {
     if axes.contains(&0) { 0 } else { axes.iter().product() }
-}
-
-pub(crate) fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }

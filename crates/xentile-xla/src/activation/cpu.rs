@@ -4,7 +4,8 @@ use xentile_cpu::Isa;
 use xentile_cpu::activation::{Kernel, Launch};
 use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Result, ThreadPool};
 
-use super::{Options, check_y, invalid, shape};
+use super::{Options, check_y, shape};
+use crate::arguments::invalid;
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
 use crate::target::target_list;

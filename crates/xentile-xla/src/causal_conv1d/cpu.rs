@@ -5,7 +5,7 @@ use xentile_cpu::Isa;
 use xentile_cpu::causal_conv1d::{self as kernels, Kernel, Launch};
 use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Result, ThreadPool};
 
-use super::invalid;
+use crate::arguments::{check_shape, invalid};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::{self, with_element};
 use crate::norm::cpu::columns;
@@ -46,7 +46,7 @@ fn typed<'a, E: Element + xla_ffi::Element>(
 
 fn forward(operands: Operands, y: AnyBufferMut, pool: ThreadPool) -> Result {
     let conv = operands.conv(|array| array.dims(), |array| array.dims())?;
-    super::check("y", y.dims(), operands.x.dims(), &[])?;
+    check_shape("y", y.dims(), operands.x.dims())?;
     let pool = Pool(pool);
     with_element!(operands.x.dtype(), "x", E => {
         let y = y.typed::<E, ANY_RANK>()?.into_slice();

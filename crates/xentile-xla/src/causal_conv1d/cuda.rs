@@ -4,6 +4,7 @@ use xentile::causal_conv1d::CausalConv1d;
 use xentile_cuda::causal_conv1d::{self as kernels, Convolution, Pass};
 use xla_ffi::{Buffer, Context, DType, OnDevice, Result, Stage};
 
+use crate::arguments::check_shape;
 use crate::cuda::{Any, AnyMut, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::target_list;
@@ -51,7 +52,7 @@ fn check_dtype(name: &'static str, found: DType, right: DType) -> Result {
 
 fn forward(operands: Operands, y: AnyMut, context: Context) -> Result {
     let conv = operands.conv(|array| array.dims(), |array| array.dims())?;
-    super::check("y", y.dims(), operands.x.dims(), &[])?;
+    check_shape("y", y.dims(), operands.x.dims())?;
     check_dtype("y", y.dtype(), operands.x.dtype())?;
     let (convolution, operands) = prepared(&operands, conv)?;
     xentile_cuda::available().map_err(failed)?;

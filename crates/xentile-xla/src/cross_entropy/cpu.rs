@@ -10,7 +10,8 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
 };
 
-use super::{Asked, Options, invalid, shape_of, wrong_labels};
+use super::{Asked, Options, shape_of, wrong_labels};
+use crate::arguments::invalid;
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
 use crate::target::target_list;

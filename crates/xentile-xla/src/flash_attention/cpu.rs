@@ -7,7 +7,8 @@ use xentile_cpu::flash_attention::{
 };
 use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, Result, ThreadPool};
 
-use super::{Call, Options, invalid};
+use super::{Call, Options};
+use crate::arguments::invalid;
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
 use crate::target::target_list;

@@ -7,7 +7,8 @@ use xentile_cuda::flash_attention::decode::{Decode, Pages, Partials};
 use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved, Scratch};
 use xla_ffi::{Buffer, BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
-use super::{Call, Options, Seen, check, invalid};
+use super::{Call, Options, Seen, check};
+use crate::arguments::invalid;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::target_list;

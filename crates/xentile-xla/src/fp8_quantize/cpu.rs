@@ -8,8 +8,9 @@ use xla_ffi::{
 };
 
 use super::{
-    Options, check, check_format, check_scale, format, given, invalid, shape, shape_scales, turned,
+    Options, check, check_format, check_scale, format, given, shape, shape_scales, turned,
 };
+use crate::arguments::invalid;
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::with_element;
 use crate::target::target_list;

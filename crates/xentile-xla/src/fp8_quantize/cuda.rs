@@ -9,9 +9,8 @@ use xentile_cuda::fp8_quantize::{
 use xentile_cuda::norm::Weight;
 use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
-use super::{
-    Options, check, check_format, check_scale, format, invalid, shape, shape_scales, turned,
-};
+use super::{Options, check, check_format, check_scale, format, shape, shape_scales, turned};
+use crate::arguments::invalid;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{check_like, check_rows};

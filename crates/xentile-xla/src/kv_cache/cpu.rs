@@ -7,7 +7,8 @@ use xla_ffi::{
     ThreadPool,
 };
 
-use super::{check, invalid, place};
+use super::place;
+use crate::arguments::{check_shape, invalid};
 use crate::cpu::Pool;
 use crate::dtype::with_element;
 use crate::target::target_list;
@@ -62,11 +63,11 @@ fn append(
                 names.0
             )));
         };
-        check(names.0, dims, first)?;
-        check(names.2, result.dims(), dims)?;
-        check("position", position.dims(), &[sequences])?;
+        check_shape(names.0, dims, first)?;
+        check_shape(names.2, result.dims(), dims)?;
+        check_shape("position", position.dims(), &[sequences])?;
         let tokens = rows.dims().get(1).copied().unwrap_or(0);
-        check(names.1, rows.dims(), &[sequences, tokens, kv_heads, head_dim])?;
+        check_shape(names.1, rows.dims(), &[sequences, tokens, kv_heads, head_dim])?;
         let (each, from) = place(dims, layer.as_slice()[0])?;
         let extents = Extents { sequences, length, kv_heads, group: 1, head_dim };
         with_element!(dtype, "keys", E => {
@@ -140,10 +141,10 @@ fn attend(
             "`q` has shape {dims:?} and `keys` {cached:?}; they must be [N, K, G, D] and [L, N, S, K, D]"
         )));
     };
-    check("keys", &cached[1..], &[sequences, positions, kv_heads, head_dim])?;
-    check("values", cache.values.dims(), cached)?;
-    check("length", length.dims(), &[sequences])?;
-    check("o", o.dims(), dims)?;
+    check_shape("keys", &cached[1..], &[sequences, positions, kv_heads, head_dim])?;
+    check_shape("values", cache.values.dims(), cached)?;
+    check_shape("length", length.dims(), &[sequences])?;
+    check_shape("o", o.dims(), dims)?;
     let (each, from) = place(cached, cache.layer.as_slice()[0])?;
     let pool = Pool(pool);
     let launch = Launch { isa: Isa::detect(), pool: &pool };

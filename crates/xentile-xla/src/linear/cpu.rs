@@ -2,9 +2,10 @@
 
 use xentile_cpu::linear::{Extents, linear};
 use xentile_cpu::{Isa, Launch};
-use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, Error, Result, ThreadPool};
+use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, Result, ThreadPool};
 
 use super::check;
+use crate::arguments::invalid;
 use crate::cpu::Pool;
 use crate::dtype::with_element;
 use crate::target::target_list;
@@ -33,8 +34,7 @@ fn multiply(
         let weight = &weight.as_slice()[layer * each..][..each];
         with_element!(y.dtype(), "y", Y => {
             let y = y.typed::<Y, ANY_RANK>()?.into_slice();
-            linear(launch, extents, x.as_slice(), weight, y)
-                .map_err(|error| Error::invalid_argument(error.to_string()))
+            linear(launch, extents, x.as_slice(), weight, y).map_err(invalid)
         })
     })
 }

@@ -5,11 +5,12 @@ use xentile::linear_attention::LinearAttention;
 use xentile_cpu::Isa;
 use xentile_cpu::linear_attention::{self as kernels, Kernel, Launch};
 use xla_ffi::{
-    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, Decoder, Error, Parameter, Result,
+    ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, Decoder, Parameter, Result,
     ThreadPool,
 };
 
-use super::given;
+use super::finite;
+use crate::arguments::{check_shape, given, invalid};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::{self, with_element};
 use crate::target::target_list;
@@ -31,35 +32,9 @@ const INVERSE: usize = 8192;
 
 type Floats<'a> = Buffer<'a, f32>;
 type FloatsMut<'a> = BufferMut<'a, f32>;
-
-/// What both passes take.
-struct Operands<'a> {
-    delta: bool,
-    scale: f64,
-    group_tokens: usize,
-    groups_times_chunk: usize,
-    q: AnyBuffer<'a>,
-    k: AnyBuffer<'a>,
-    v: AnyBuffer<'a>,
-    g: Floats<'a>,
-    b: Option<Floats<'a>>,
-    initial_state: Floats<'a>,
-}
-
-struct Cotangents<'a> {
-    states: Floats<'a>,
-    o: AnyBuffer<'a>,
-    final_state: Floats<'a>,
-}
-
-struct Gradients<'a> {
-    q: AnyBufferMut<'a>,
-    k: AnyBufferMut<'a>,
-    v: AnyBufferMut<'a>,
-    g: FloatsMut<'a>,
-    b: Option<FloatsMut<'a>>,
-    initial_state: FloatsMut<'a>,
-}
+type Operands<'a> = super::Operands<AnyBuffer<'a>, Floats<'a>>;
+type Cotangents<'a> = super::Cotangents<AnyBuffer<'a>, Floats<'a>>;
+type Gradients<'a> = super::Gradients<AnyBufferMut<'a>, FloatsMut<'a>>;
 
 /// Scratch of GPUs: its names and shapes alone are looked at.
 struct Scratch<'a> {
@@ -69,59 +44,6 @@ struct Scratch<'a> {
 
 /// As `Scratch`, what the backward pass has besides.
 struct BackwardScratch<'a>(Scratch<'a>);
-
-impl<'a> Parameter<'a> for Operands<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let delta = decoder.parameter("delta")?;
-        let scale: f64 = decoder.parameter("scale")?;
-        if !(scale as f32).is_finite() {
-            return Err(invalid(format_args!(
-                "attribute `scale` is {scale}; it must be finite in f32"
-            )));
-        }
-        let mut tokens = |name: &'static str| {
-            let count: i64 = decoder.parameter(name)?;
-            usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
-                invalid(format_args!("attribute `{name}` is {count}; it must be at least 1"))
-            })
-        };
-        Ok(Self {
-            delta,
-            scale,
-            group_tokens: tokens("group_tokens")?,
-            groups_times_chunk: tokens("groups_times_chunk")?,
-            q: decoder.parameter("q")?,
-            k: decoder.parameter("k")?,
-            v: decoder.parameter("v")?,
-            g: decoder.parameter("g")?,
-            b: given(decoder, "delta", "b")?,
-            initial_state: decoder.parameter("initial_state")?,
-        })
-    }
-}
-
-impl<'a> Parameter<'a> for Cotangents<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self {
-            states: decoder.parameter("states")?,
-            o: decoder.parameter("do")?,
-            final_state: decoder.parameter("dfinal_state")?,
-        })
-    }
-}
-
-impl<'a> Parameter<'a> for Gradients<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self {
-            q: decoder.parameter("dq")?,
-            k: decoder.parameter("dk")?,
-            v: decoder.parameter("dv")?,
-            g: decoder.parameter("dg")?,
-            b: given(decoder, "delta", "db")?,
-            initial_state: decoder.parameter("dinitial_state")?,
-        })
-    }
-}
 
 impl<'a> Parameter<'a> for Scratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
@@ -158,7 +80,7 @@ struct Extents<'a> {
     groups_times_chunk: usize,
 }
 
-impl<'a> Operands<'a> {
+impl<'a> super::Operands<AnyBuffer<'a>, Floats<'a>> {
     /// Checks all shapes and dtypes.
     fn extents(&'a self) -> Result<Extents<'a>> {
         let (q, v) = (self.q.dims(), self.v.dims());
@@ -172,7 +94,7 @@ impl<'a> Operands<'a> {
         }
         let attention = LinearAttention {
             delta: self.delta,
-            scale: self.scale as f32,
+            scale: finite(self.scale)?,
             sequences: if leading.contains(&0) { 0 } else { leading.iter().product() },
             tokens,
             key_heads,
@@ -180,9 +102,22 @@ impl<'a> Operands<'a> {
             keys,
             values,
         };
-        let Self { group_tokens, groups_times_chunk, .. } = *self;
-        let extents =
-            Extents { leading, dtype: self.q.dtype(), attention, group_tokens, groups_times_chunk };
+        let [group_tokens, groups_times_chunk] =
+            [("group_tokens", self.group_tokens), ("groups_times_chunk", self.groups_times_chunk)]
+                .map(|(name, count)| {
+                    usize::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
+                        invalid(format_args!(
+                            "attribute `{name}` is {count}; it must be at least 1"
+                        ))
+                    })
+                });
+        let extents = Extents {
+            leading,
+            dtype: self.q.dtype(),
+            attention,
+            group_tokens: group_tokens?,
+            groups_times_chunk: groups_times_chunk?,
+        };
         extents.check_rows("k", self.k.dims(), self.k.dtype(), &[tokens, key_heads, keys])?;
         extents.check_rows("v", v, self.v.dtype(), &[tokens, heads, values])?;
         extents.check("g", self.g.dims(), &[tokens, heads])?;
@@ -210,11 +145,7 @@ impl<'a> Operands<'a> {
 impl Extents<'_> {
     /// Checks that the array `name` has the axes of *batch, then `last`.
     fn check(&self, name: &str, dims: &[usize], last: &[usize]) -> Result {
-        let right = [self.leading, last].concat();
-        if dims == right {
-            return Ok(());
-        }
-        Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
+        check_shape(name, dims, &[self.leading, last].concat())
     }
 
     /// As `check`, and that the array has the dtype of q.
@@ -259,10 +190,6 @@ impl Extents<'_> {
     }
 }
 
-fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
-}
-
 fn forward(
     operands: Operands,
     o: AnyBufferMut,
@@ -297,15 +224,15 @@ fn backward(
 ) -> Result {
     let extents = operands.extents()?;
     let LinearAttention { tokens, key_heads, heads, keys, values, .. } = extents.attention;
-    let [of_keys, of_values] = [[tokens, key_heads, keys], [tokens, heads, values]];
-    let of_state = [heads, keys, values];
+    let [key_rows, value_rows] = [[tokens, key_heads, keys], [tokens, heads, values]];
+    let state_axes = [heads, keys, values];
     extents.check_states(cotangents.states.dims())?;
-    extents.check_rows("do", cotangents.o.dims(), cotangents.o.dtype(), &of_values)?;
-    extents.check("dfinal_state", cotangents.final_state.dims(), &of_state)?;
+    extents.check_rows("do", cotangents.o.dims(), cotangents.o.dtype(), &value_rows)?;
+    extents.check("dfinal_state", cotangents.final_state.dims(), &state_axes)?;
     for (name, array, last) in [
-        ("dq", &gradients.q, &of_keys),
-        ("dk", &gradients.k, &of_keys),
-        ("dv", &gradients.v, &of_values),
+        ("dq", &gradients.q, &key_rows),
+        ("dk", &gradients.k, &key_rows),
+        ("dv", &gradients.v, &value_rows),
     ] {
         extents.check_rows(name, array.dims(), array.dtype(), last)?;
     }
@@ -313,7 +240,7 @@ fn backward(
     if let Some(b) = &gradients.b {
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
-    extents.check("dinitial_state", gradients.initial_state.dims(), &of_state)?;
+    extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
     extents.clear(scratch)?;
     extents.clear(more.0)?;
     let pool = Pool(pool);

@@ -4,9 +4,10 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use xentile_cuda::linear_attention::{self as kernels, LinearAttention, Shape};
-use xla_ffi::{Context, DType, Decoder, Error, OnDevice, Parameter, Result, Stage};
+use xla_ffi::{Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
-use super::given;
+use super::finite;
+use crate::arguments::{check_shape, given, invalid};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
 use crate::dtype;
 use crate::target::target_list;
@@ -26,34 +27,9 @@ target_list! {
 
 const CHUNK: usize = 64;
 
-/// What both passes take.
-struct Operands<'a> {
-    delta: bool,
-    scale: f64,
-    group_tokens: i64,
-    groups_times_chunk: i64,
-    q: Any<'a>,
-    k: Any<'a>,
-    v: Any<'a>,
-    g: Floats<'a>,
-    b: Option<Floats<'a>>,
-    initial_state: Floats<'a>,
-}
-
-struct Cotangents<'a> {
-    states: Floats<'a>,
-    o: Any<'a>,
-    final_state: Floats<'a>,
-}
-
-struct Gradients<'a> {
-    q: AnyMut<'a>,
-    k: AnyMut<'a>,
-    v: AnyMut<'a>,
-    g: FloatsMut<'a>,
-    b: Option<FloatsMut<'a>>,
-    initial_state: FloatsMut<'a>,
-}
+type Operands<'a> = super::Operands<Any<'a>, Floats<'a>>;
+type Cotangents<'a> = super::Cotangents<Any<'a>, Floats<'a>>;
+type Gradients<'a> = super::Gradients<AnyMut<'a>, FloatsMut<'a>>;
 
 struct Scratch<'a> {
     decays: FloatsMut<'a>,
@@ -67,46 +43,6 @@ struct BackwardScratch<'a> {
     dvalues_local: Option<FloatsMut<'a>>,
     dsolved: Option<AnyMut<'a>>,
     parts: Option<[FloatsMut<'a>; 2]>,
-}
-
-impl<'a> Parameter<'a> for Operands<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self {
-            delta: decoder.parameter("delta")?,
-            scale: decoder.parameter("scale")?,
-            group_tokens: decoder.parameter("group_tokens")?,
-            groups_times_chunk: decoder.parameter("groups_times_chunk")?,
-            q: decoder.parameter("q")?,
-            k: decoder.parameter("k")?,
-            v: decoder.parameter("v")?,
-            g: decoder.parameter("g")?,
-            b: given(decoder, "delta", "b")?,
-            initial_state: decoder.parameter("initial_state")?,
-        })
-    }
-}
-
-impl<'a> Parameter<'a> for Cotangents<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self {
-            states: decoder.parameter("states")?,
-            o: decoder.parameter("do")?,
-            final_state: decoder.parameter("dfinal_state")?,
-        })
-    }
-}
-
-impl<'a> Parameter<'a> for Gradients<'a> {
-    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        Ok(Self {
-            q: decoder.parameter("dq")?,
-            k: decoder.parameter("dk")?,
-            v: decoder.parameter("dv")?,
-            g: decoder.parameter("dg")?,
-            b: given(decoder, "delta", "db")?,
-            initial_state: decoder.parameter("dinitial_state")?,
-        })
-    }
 }
 
 impl<'a> Parameter<'a> for Scratch<'a> {
@@ -127,9 +63,14 @@ impl<'a> Parameter<'a> for BackwardScratch<'a> {
             given(decoder, "delta", "dvalues_local")?,
             given(decoder, "delta", "dsolved")?,
         );
-        let of_q: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
-        let of_k: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
-        Ok(Self { dstates, dvalues_local, dsolved, parts: of_q.zip(of_k).map(|(q, k)| [q, k]) })
+        let dq_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
+        let dk_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
+        Ok(Self {
+            dstates,
+            dvalues_local,
+            dsolved,
+            parts: dq_parts.zip(dk_parts).map(|(q, k)| [q, k]),
+        })
     }
 }
 
@@ -144,11 +85,7 @@ struct Extents<'a> {
 impl Extents<'_> {
     /// Checks that the array `name` has the axes of *batch, then `last`.
     fn check(&self, name: &str, dims: &[usize], last: &[usize]) -> Result {
-        let right = [self.leading, last].concat();
-        if dims == right {
-            return Ok(());
-        }
-        Err(invalid(format_args!("`{name}` has shape {dims:?}; it must be {right:?}")))
+        check_shape(name, dims, &[self.leading, last].concat())
     }
 
     /// As `check`, and that the array is in bf16.
@@ -160,7 +97,7 @@ impl Extents<'_> {
     /// Checks the scratch of both passes.
     fn check_scratch(&self, scratch: &Scratch) -> Result {
         let Shape { heads, keys, values, group, .. } = self.shape;
-        let Scratch { decays, states, inverse, values: of_values } = scratch;
+        let Scratch { decays, states, inverse, values: value_rows } = scratch;
         self.check("decays", decays.dims(), &[heads, self.chunks, 3 * CHUNK])?;
         let last = [heads, group, keys, values];
         self.check_rounded("chunk_states", states.dims(), states.dtype(), &last)?;
@@ -168,16 +105,16 @@ impl Extents<'_> {
             let last = [heads, group, 2 * CHUNK * CHUNK];
             self.check_rounded("inverse", inverse.dims(), inverse.dtype(), &last)?;
         }
-        of_values.as_ref().map_or(Ok(()), |array| {
+        value_rows.as_ref().map_or(Ok(()), |array| {
             let last = [heads, group, CHUNK, values];
             self.check_rounded("values", array.dims(), array.dtype(), &last)
         })
     }
 }
 
-impl<'a> Operands<'a> {
+impl super::Operands<Any<'_>, Floats<'_>> {
     /// Checks all shapes and dtypes.
-    fn extents(&'a self) -> Result<Extents<'a>> {
+    fn extents(&self) -> Result<Extents<'_>> {
         let (q, v) = (self.q.dims(), self.v.dims());
         let (&[ref leading @ .., tokens, key_heads, keys], &[.., heads, values]) = (q, v) else {
             return Err(invalid(format_args!(
@@ -221,14 +158,8 @@ impl<'a> Operands<'a> {
 
     /// The call, and its operands as kernels take them.
     fn prepared(&self, extents: &Extents) -> Result<(LinearAttention, kernels::Operands)> {
-        let scale = self.scale as f32;
-        if !scale.is_finite() {
-            return Err(invalid(format_args!(
-                "attribute `scale` is {}; it must be finite in f32",
-                self.scale
-            )));
-        }
-        let call = LinearAttention::new(extents.shape, self.delta, scale).map_err(failed)?;
+        let call =
+            LinearAttention::new(extents.shape, self.delta, finite(self.scale)?).map_err(failed)?;
         let operands = kernels::Operands {
             q: self.q.as_ptr().cast_const(),
             k: self.k.as_ptr().cast_const(),
@@ -259,10 +190,6 @@ fn place(array: Option<&AnyMut>) -> *mut c_void {
 
 fn check_dtype(name: &str, found: DType) -> Result {
     if found == DType::Bf16 { Ok(()) } else { Err(dtype::wrong(name, found, "bf16")) }
-}
-
-fn invalid(message: impl std::fmt::Display) -> Error {
-    Error::invalid_argument(message.to_string())
 }
 
 fn forward(
@@ -301,15 +228,15 @@ fn backward(
 ) -> Result {
     let extents = operands.extents()?;
     let Shape { tokens, key_heads, heads, keys, values, group, .. } = extents.shape;
-    let [of_keys, of_values] = [[tokens, key_heads, keys], [tokens, heads, values]];
-    let of_state = [heads, keys, values];
+    let [key_rows, value_rows] = [[tokens, key_heads, keys], [tokens, heads, values]];
+    let state_axes = [heads, keys, values];
     extents.check("states", cotangents.states.dims(), &[heads, extents.groups, keys, values])?;
-    extents.check("dfinal_state", cotangents.final_state.dims(), &of_state)?;
-    extents.check_rounded("do", cotangents.o.dims(), cotangents.o.dtype(), &of_values)?;
+    extents.check("dfinal_state", cotangents.final_state.dims(), &state_axes)?;
+    extents.check_rounded("do", cotangents.o.dims(), cotangents.o.dtype(), &value_rows)?;
     for (name, array, last) in [
-        ("dq", &gradients.q, &of_keys),
-        ("dk", &gradients.k, &of_keys),
-        ("dv", &gradients.v, &of_values),
+        ("dq", &gradients.q, &key_rows),
+        ("dk", &gradients.k, &key_rows),
+        ("dv", &gradients.v, &value_rows),
     ] {
         extents.check_rounded(name, array.dims(), array.dtype(), last)?;
     }
@@ -317,7 +244,7 @@ fn backward(
     if let Some(b) = &gradients.b {
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
-    extents.check("dinitial_state", gradients.initial_state.dims(), &of_state)?;
+    extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
     extents.check_scratch(&scratch)?;
     let last = [heads, group, keys, values];
     extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;

@@ -10,7 +10,8 @@ use xla_ffi::{
     Result, ThreadPool,
 };
 
-use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
+use super::{check_tokens, shape, vocab_axis};
+use crate::arguments::{check_shape, invalid};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::cross_entropy::cpu::to_labels;
 use crate::cross_entropy::{Extent, Options};

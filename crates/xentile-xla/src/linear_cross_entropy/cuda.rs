@@ -7,7 +7,8 @@ use xentile_cuda::cross_entropy::{Cotangents, DistributionOutputs, SavedLse, Tok
 use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
 use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result};
 
-use super::{check_shape, check_tokens, invalid, shape, vocab_axis};
+use super::{check_tokens, shape, vocab_axis};
+use crate::arguments::{check_shape, invalid};
 use crate::cross_entropy::cuda::{said, to_labels};
 use crate::cross_entropy::{Asked, Extent, Options};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};

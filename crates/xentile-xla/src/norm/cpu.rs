@@ -10,9 +10,10 @@ use xla_ffi::{
 };
 
 use super::{
-    LayerOptions, RmsOptions, check_alike, check_columns, check_like, check_rows, invalid,
-    partial_sums, shape,
+    LayerOptions, RmsOptions, check_alike, check_columns, check_like, check_rows, partial_sums,
+    shape,
 };
+use crate::arguments::invalid;
 use crate::cpu::{Pool, ask_for_huge_pages, in_out};
 use crate::dtype::{self, with_element};
 use crate::target::target_list;

@@ -4,7 +4,8 @@ use xentile_cpu::Isa;
 use xentile_cpu::rope::{Kernel, Launch};
 use xla_ffi::{ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, MayAlias, Result, ThreadPool};
 
-use super::{Options, invalid, shape};
+use super::{Options, shape};
+use crate::arguments::invalid;
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
 use crate::target::target_list;

@@ -5,7 +5,8 @@ use xentile::rope::Layout;
 use xentile_cuda::qk_norm_rope::{Backward, Forward, Pass, QkNormRope, QkShape};
 use xla_ffi::{Buffer, Context, Decoder, OnDevice, Parameter, Result};
 
-use super::{Options as RopeOptions, invalid, product};
+use super::{Options as RopeOptions, product};
+use crate::arguments::invalid;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
 use crate::norm::{RmsOptions, check_alike, check_like, check_rows};
