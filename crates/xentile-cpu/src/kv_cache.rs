@@ -345,26 +345,28 @@ impl<E: Element> Job for Merge<'_, E> {
     fn run<S: Simd>(self, s: S) {
         let Self { partials, each, group, head_dim, o } = self;
         let padded = each / group - 2;
+        let tasks = || partials.chunks_exact(each);
+        let mut weights = vec![0.0; partials.len() / each];
         for (head, o) in o.chunks_exact_mut(head_dim).enumerate() {
-            let tasks = || partials.chunks_exact(each);
             let largest = |task: &[f32]| task[group * padded + head];
             let top = tasks().map(largest).fold(f32::NEG_INFINITY, f32::max);
-            let weight = |task: &[f32]| {
-                // Where nothing is seen, or scores are -inf alone, all sums are 0.
+            let mut total = 0.0;
+            for (weight, task) in weights.iter_mut().zip(tasks()) {
                 let difference = largest(task) - top;
-                if difference.is_nan() && top == f32::NEG_INFINITY { 0.0 } else { difference.exp() }
-            };
-            let total: f32 =
-                tasks().map(|task| weight(task) * task[group * (padded + 1) + head]).sum();
+                // Where nothing is seen, or scores are -inf alone, all sums are 0.
+                let is_empty = difference.is_nan() && top == f32::NEG_INFINITY;
+                *weight = if is_empty { 0.0 } else { difference.exp() };
+                total += *weight * task[group * (padded + 1) + head];
+            }
             let factor = if total == 0.0 { 0.0 } else { total.recip() };
+            weights.iter_mut().for_each(|weight| *weight *= factor);
             for (index, to) in o.chunks_mut(S::CHUNK).enumerate() {
                 let mut sum = [s.splat(0.0); 2];
-                for task in tasks() {
+                for (weight, task) in weights.iter().zip(tasks()) {
                     let from = &task[head * padded + index * S::CHUNK..][..S::CHUNK];
-                    let weight = s.splat(weight(task) * factor);
                     // SAFETY: the slice is a chunk.
                     let values = unsafe { s.load(from.as_ptr()) };
-                    sum = [0, 1].map(|half| s.mul_add(values[half], weight, sum[half]));
+                    sum = [0, 1].map(|half| s.mul_add(values[half], s.splat(*weight), sum[half]));
                 }
                 // SAFETY: the slice has so many elements, at most a chunk.
                 unsafe { s.store_part(sum, to.as_mut_ptr(), to.len()) };

@@ -101,7 +101,7 @@ def info() -> Info:
         library_error=str(outcome) if isinstance(outcome, library.LibraryError) else None,
         platforms=operations[OPERATIONS[0].name],
         operations=operations,
-        decoding=decoding.describe(loaded),
+        decoding=decoding.describe(),
     )
 
 
@@ -121,14 +121,14 @@ def _platform(operation: Operation, platform: str, loaded: library.Library | Non
     """Returns what runs of an operation on a platform."""
     notes = "".join(f"; {note}" for of, note in operation.notes if of == platform)
     if loaded is not None and platform in loaded.platforms_of(operation.target):
-        of_xla = [
+        by_xla = [
             one for one in operation.variants if library.prefers_xla(platform, operation.name, one)
         ]
-        if len(of_xla) == len(operation.variants):
+        if len(by_xla) == len(operation.variants):
             faster = "XLA's own program, which is the faster inside a block of a transformer"
             return PlatformInfo(platform, "reference", f"{faster}{notes}")
-        if of_xla:
-            notes += f"; XLA's own program for {', '.join(of_xla)}"
+        if by_xla:
+            notes += f"; XLA's own program for {', '.join(by_xla)}"
         detail = f", {loaded.cpu_isa}" if platform == "cpu" else ""
         return PlatformInfo(platform, "custom_call", f"kernels of the library{detail}{notes}")
     if platform == "tpu" and "pallas" in operation.implementations:

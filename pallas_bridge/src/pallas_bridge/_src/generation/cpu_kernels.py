@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import library
-from ..checks import is_traced
 from .cache import Cache
 from .config import DecoderConfig
+from .parameters import are_on_one_device
 
 Array = jax.Array
 LINEAR, APPEND, ATTENTION = (
@@ -27,20 +27,15 @@ LINEAR, APPEND, ATTENTION = (
 MOST_TOKENS = 8
 
 
-def are_in(loaded: library.Library) -> bool:
-    """Returns whether a library has the kernels."""
-    return all("cpu" in loaded.platforms_of(target) for target in (LINEAR, APPEND, ATTENTION))
+def are_there() -> bool:
+    """Returns whether the library has the kernels."""
+    return all(library.has("cpu", target) for target in (LINEAR, APPEND, ATTENTION))
 
 
 def are_usable(params: Any) -> bool:
     """Returns whether the kernels run on parameters where a program is for CPUs."""
-    outcome = library.attempt()
-    if isinstance(outcome, library.LibraryError) or not are_in(outcome[1]):
-        return False
-    # The kernels are for one device: XLA would gather sharded arrays.
-    return len(jax.devices("cpu")) == 1 or not any(
-        is_traced(one) or len(one.sharding.device_set) > 1 for one in jax.tree.leaves(params)
-    )
+    arrays = jax.tree.leaves(params)
+    return are_there() and are_on_one_device(arrays, len(jax.devices("cpu")))
 
 
 def linear(

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import library
-from ..checks import is_traced
 from ..keywords import hinted
 from .config import DecoderConfig
-from .parameters import Params, check_params, output_matrix
+from .parameters import Params, are_on_one_device, check_params, output_matrix
 
 Array = jax.Array
 TARGET = "xentile_decode_step"
@@ -69,11 +68,7 @@ def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
         devices = jax.devices("cuda")
     except RuntimeError:
         return False
-    # The kernel is for one device: XLA would gather sharded parameters.
-    is_one = len(devices) == 1 or not any(
-        is_traced(one) or len(one.sharding.device_set) > 1 for one in arrays
-    )
-    return is_one and all(map(is_large_hopper, devices))
+    return are_on_one_device(arrays, len(devices)) and all(map(is_large_hopper, devices))
 
 
 def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:

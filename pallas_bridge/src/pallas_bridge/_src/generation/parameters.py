@@ -3,6 +3,7 @@
 Matrices are [outputs, inputs], as in Hugging Face's checkpoints.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..checks import DTYPES
+from ..checks import DTYPES, is_traced
 from ..keywords import hinted
 from .config import DecoderConfig
 
+Array = jax.Array
 Shapes = dict[str, tuple[int, ...]]
 Params = dict[str, Any]
 
@@ -51,6 +53,16 @@ def output_matrix(params: Params, config: DecoderConfig) -> jax.Array:
     """Returns the matrix [V, D] of logits: the embedding where the head is tied to it."""
     matrix: jax.Array = params["embedding" if config.tied_head else "head"]
     return matrix
+
+
+def are_on_one_device(arrays: Iterable[Array], devices: int) -> bool:
+    """Returns whether no array is sharded, as far as is known, in a program for so many devices.
+
+    A kernel of a step is for one device: XLA would gather sharded arrays for it.
+    """
+    return devices == 1 or not any(
+        is_traced(one) or len(one.sharding.device_set) > 1 for one in arrays
+    )
 
 
 def check_params(params: Params, config: DecoderConfig) -> None:

@@ -6,13 +6,13 @@ from .. import library
 from . import cpu_kernels, kernel
 
 
-def describe(loaded: library.Library | None) -> tuple[str, ...]:
-    """Returns a line for CPUs and for NVIDIA GPUs, with a library or none."""
-    return f"cpu: {_on_cpu(loaded)}", f"cuda: {_on_cuda(loaded)}"
+def describe() -> tuple[str, ...]:
+    """Returns a line for CPUs and for NVIDIA GPUs."""
+    return f"cpu: {_on_cpu()}", f"cuda: {_on_cuda()}"
 
 
-def _on_cpu(loaded: library.Library | None) -> str:
-    if loaded is None or not cpu_kernels.are_in(loaded):
+def _on_cpu() -> str:
+    if not cpu_kernels.are_there():
         return "XLA's products; the library has no kernels of a decoder"
     return (
         "kernels that read the cache once, and weights of up to "
@@ -20,9 +20,9 @@ def _on_cpu(loaded: library.Library | None) -> str:
     )
 
 
-def _on_cuda(loaded: library.Library | None) -> str:
+def _on_cuda() -> str:
     by_layers = "XLA's products and kernels of layers"
-    if loaded is None or "cuda" not in loaded.platforms_of(kernel.TARGET):
+    if not library.has("cuda", kernel.TARGET):
         return f"{by_layers}; the library has no kernel of a step"
     takes = (
         f"one kernel a step in bfloat16, for up to {kernel.LARGEST_BATCH} sequences on one GPU and "
