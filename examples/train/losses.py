@@ -49,7 +49,7 @@ def loss_of(
         if kernel == "fused_linear":
             return over_mesh(linear_cross_entropy, mesh, sequence_axis, hidden, head, labels)
         if kernel == "fused":
-            return over_mesh(of_logits, mesh, sequence_axis, hidden, head, labels)
+            return over_mesh(logits_loss, mesh, sequence_axis, hidden, head, labels)
         logits = hidden @ head.T
         counts = labels != IGNORED
         losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -58,7 +58,7 @@ def loss_of(
         return jnp.where(counts, losses, 0.0).sum() / jnp.maximum(counts.sum(), 1)
 
 
-def of_logits(hidden: Array, head: Array, labels: Array, **options: Any) -> Array:
+def logits_loss(hidden: Array, head: Array, labels: Array, **options: Any) -> Array:
     """`pallas_bridge.cross_entropy` of the logits, which its gradient takes the memory of."""
     loss: Array = cross_entropy(hidden @ head.T, labels, donate_logits=True, **options)
     return loss

@@ -206,19 +206,21 @@ class Block(nnx.Module):
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
-        shards, matrix = self.kernels.shards, self.of_heads(self.qkv)
+        shards, matrix = self.kernels.shards, self.gathered_heads(self.qkv)
         matrix = shards.whole_width(matrix, 0)
         qkv, stream = self.norm1.after_into(branch, stream, matrix, shards)
         return self.feed_forward(self.attention(qkv, tables, within), stream)
 
-    def of_heads(self, columns: Any) -> Array:
+    def gathered_heads(self, columns: Any) -> Array:
         """Returns queries', keys' and values' columns of a device's heads, packed."""
         shards = self.kernels.shards
         if shards.is_whole:
             array: Array = columns[...]
             return array
-        of_keys = jnp.stack([columns[name][...] for name in ("k", "v")])
-        return jnp.concatenate([columns["q"][...], *shards.heads(of_keys, self.of.kv_heads)], -1)
+        keys_and_values = jnp.stack([columns[name][...] for name in ("k", "v")])
+        return jnp.concatenate(
+            [columns["q"][...], *shards.heads(keys_and_values, self.of.kv_heads)], -1
+        )
 
     def attention(self, qkv: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
@@ -229,7 +231,7 @@ class Block(nnx.Module):
         count = of.heads // shards.count
         with jax.named_scope("projections"):
             if self.bias is not None:
-                qkv = qkv + self.of_heads(self.bias).astype(qkv.dtype)
+                qkv = qkv + self.gathered_heads(self.bias).astype(qkv.dtype)
             heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
             q, k, v = jnp.split(heads, (count, (count + heads.shape[2]) // 2), axis=2)
         q, k = self.turned(q, k, tables)

@@ -477,39 +477,43 @@ impl LinearAttention {
         // Rows have eight elements more than columns.
         let rows = |rows: usize, columns: usize| rows * (columns + 8) * 2;
         let (chunk, slice) = (CHUNK as usize, SLICE as usize);
-        let (of_keys, of_values) = (rows(chunk, self.shape.keys), rows(chunk, self.shape.values));
+        let (key_bytes, value_bytes) =
+            (rows(chunk, self.shape.keys), rows(chunk, self.shape.values));
         let state = rows(self.shape.keys, self.shape.values);
-        let (square, of_slice) = (rows(chunk, chunk), rows(chunk, slice));
+        let (square, slice_bytes) = (rows(chunk, chunk), rows(chunk, slice));
         let state_slice = rows(self.shape.keys, slice);
         let decays = 3 * chunk * 4;
         // An array that the delta rule alone has is a vector without it.
-        let of_delta = |bytes: usize| if self.delta { bytes } else { 16 };
+        let with_delta = |bytes: usize| if self.delta { bytes } else { 16 };
         let with_vector = |bytes: usize| 16 + if self.delta { bytes } else { 0 };
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
             Kernel::Decays | Kernel::Heads => 0,
-            Kernel::Prepare => of_keys + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
+            Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
             Kernel::Chain => {
-                stages * (of_keys + of_slice + decays + with_vector(2 * square))
-                    + 2 * (state_slice + with_vector(of_slice) + of_slice)
+                stages * (key_bytes + slice_bytes + decays + with_vector(2 * square))
+                    + 2 * (state_slice + with_vector(slice_bytes) + slice_bytes)
             }
             Kernel::Reverse => {
-                let dvalues_local = of_delta(chunk * (slice + 4) * 4);
-                let stage =
-                    of_keys + of_slice + decays + of_delta(of_keys) + with_vector(2 * square);
+                let dvalues_local = with_delta(chunk * (slice + 4) * 4);
+                let stage = key_bytes
+                    + slice_bytes
+                    + decays
+                    + with_delta(key_bytes)
+                    + with_vector(2 * square);
                 stages * (stage + dvalues_local)
-                    + 2 * (state_slice + of_slice + 2 * with_vector(of_slice))
+                    + 2 * (state_slice + slice_bytes + 2 * with_vector(slice_bytes))
             }
             Kernel::Chains => {
                 self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse))
             }
-            Kernel::Outputs => 2 * of_keys + of_values + state + decays,
-            Kernel::Pull => 2 * of_keys + of_values + 2 * square + decays,
+            Kernel::Outputs => 2 * key_bytes + value_bytes + state + decays,
+            Kernel::Pull => 2 * key_bytes + value_bytes + 2 * square + decays,
             Kernel::Gradients => {
                 let sums = (2 + 4 + 2 + 2 + 4) * chunk * 4 + 8 * 4;
-                2 * of_keys
-                    + 2 * of_values
-                    + of_delta(of_values)
+                2 * key_bytes
+                    + 2 * value_bytes
+                    + with_delta(value_bytes)
                     + 2 * state
                     + 4 * square
                     + decays

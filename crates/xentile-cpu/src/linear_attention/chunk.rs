@@ -75,40 +75,40 @@ pub(super) struct Chunk {
 impl Chunk {
     /// Arrays for heads of these columns, K and V, and of as many with those of whole chunks.
     pub(super) fn new(isa: Isa, delta: bool, keys: usize, columns: [usize; 2]) -> Self {
-        let [of_keys, of_values] = columns;
+        let [key_width, value_width] = columns;
         let rows = |columns: usize| vec![0.0; TOKENS * columns];
-        let state = || vec![0.0; of_keys * of_values];
+        let state = || vec![0.0; key_width * value_width];
         Self {
             isa,
             delta,
             keys,
             columns,
             count: 0,
-            q: rows(of_keys),
-            k: rows(of_keys),
-            v: rows(of_values),
+            q: rows(key_width),
+            k: rows(key_width),
+            v: rows(value_width),
             g: rows(1),
             b: rows(1),
-            cotangent: rows(of_values),
-            o: rows(of_values),
-            dq: rows(of_keys),
-            dk: rows(of_keys),
+            cotangent: rows(value_width),
+            o: rows(value_width),
+            dq: rows(key_width),
+            dk: rows(key_width),
             dg: rows(1),
             db: rows(1),
             decays: rows(TOKENS),
             from_start: rows(1),
             to_end: rows(1),
-            turned_k: rows(of_keys),
+            turned_k: rows(key_width),
             scores: rows(TOKENS),
             kk: rows(TOKENS),
             lower: rows(TOKENS),
-            unseen: rows(of_values),
-            new: rows(of_values),
-            dnew: rows(of_values),
-            scaled_q: rows(of_keys),
-            scaled_k: rows(of_keys),
-            scaled_v: rows(of_values),
-            turned_new: rows(of_values),
+            unseen: rows(value_width),
+            new: rows(value_width),
+            dnew: rows(value_width),
+            scaled_q: rows(key_width),
+            scaled_k: rows(key_width),
+            scaled_v: rows(value_width),
+            turned_new: rows(value_width),
             turned_state: state(),
             turned_dstate: state(),
             dscores: rows(TOKENS),
@@ -129,7 +129,7 @@ impl Chunk {
     /// Sets all that does not depend on the state.
     #[inline(always)]
     fn prepare<S: Simd>(&mut self, s: S, has_scores: bool) {
-        let (isa, count, [of_keys, _]) = (self.isa, self.count, self.columns);
+        let (isa, count, [key_width, _]) = (self.isa, self.count, self.columns);
         for g in self.g.chunks_exact_mut(S::CHUNK) {
             // SAFETY: a whole chunk.
             unsafe {
@@ -152,18 +152,18 @@ impl Chunk {
             row[i] = 1.0;
         }
         self.to_end.copy_from_slice(&self.decays[(count - 1) * TOKENS..][..TOKENS]);
-        scale_rows(of_keys, &self.k, &self.to_end[..count], &mut self.scaled_k);
+        scale_rows(key_width, &self.k, &self.to_end[..count], &mut self.scaled_k);
         if !has_scores && !self.delta {
             return;
         }
-        turn(isa, of_keys, &self.k, &mut self.turned_k);
-        let extents = [count, of_keys, TOKENS];
+        turn(isa, key_width, &self.k, &mut self.turned_k);
+        let extents = [count, key_width, TOKENS];
         if has_scores {
-            scale_rows(of_keys, &self.q, &self.from_start[..count], &mut self.scaled_q);
+            scale_rows(key_width, &self.q, &self.from_start[..count], &mut self.scaled_q);
             multiply(
                 isa,
                 extents,
-                Left::rows(&self.q, of_keys),
+                Left::rows(&self.q, key_width),
                 &self.turned_k,
                 0.0,
                 &mut self.scores,
@@ -171,7 +171,14 @@ impl Chunk {
             mask(count, 0, &self.decays, &mut self.scores);
         }
         if self.delta {
-            multiply(isa, extents, Left::rows(&self.k, of_keys), &self.turned_k, 0.0, &mut self.kk);
+            multiply(
+                isa,
+                extents,
+                Left::rows(&self.k, key_width),
+                &self.turned_k,
+                0.0,
+                &mut self.kk,
+            );
             self.lower.copy_from_slice(&self.kk);
             mask(count, 1, &self.decays, &mut self.lower);
             for (row, b) in self.lower.chunks_exact_mut(TOKENS).zip(&self.b) {
@@ -183,16 +190,16 @@ impl Chunk {
     /// Sets N, and what it is solved from.
     #[inline(always)]
     fn solve(&mut self, state: &[f32]) {
-        let (isa, count, [of_keys, of_values]) = (self.isa, self.count, self.columns);
+        let (isa, count, [key_width, value_width]) = (self.isa, self.count, self.columns);
         if !self.delta {
             self.new.copy_from_slice(&self.v);
             return;
         }
-        let left = Left::rows(&self.k, of_keys);
-        multiply(isa, [count, of_keys, of_values], left, state, 0.0, &mut self.unseen);
+        let left = Left::rows(&self.k, key_width);
+        multiply(isa, [count, key_width, value_width], left, state, 0.0, &mut self.unseen);
         self.new.fill(0.0);
         for i in 0..count {
-            let rows = i * of_values..(i + 1) * of_values;
+            let rows = i * value_width..(i + 1) * value_width;
             let entries = self.unseen[rows.clone()].iter_mut().zip(&self.v[rows.clone()]);
             for ((unseen, v), new) in entries.zip(&mut self.new[rows]) {
                 *unseen = v - self.from_start[i] * *unseen;
@@ -201,13 +208,13 @@ impl Chunk {
         }
         for first in (0..count).step_by(SOLVED) {
             let end = count.min(first + SOLVED);
-            let (before, rows) = self.new.split_at_mut(first * of_values);
+            let (before, rows) = self.new.split_at_mut(first * value_width);
             let left = Left::rows(&self.lower[first * TOKENS..], TOKENS);
-            multiply(isa, [end - first, first, of_values], left, before, 1.0, rows);
+            multiply(isa, [end - first, first, value_width], left, before, 1.0, rows);
             for i in 1..end - first {
-                let (before, row) = rows.split_at_mut(i * of_values);
+                let (before, row) = rows.split_at_mut(i * value_width);
                 let left = Left::rows(&self.lower[(first + i) * TOKENS + first..], TOKENS);
-                multiply(isa, [1, i, of_values], left, before, 1.0, row);
+                multiply(isa, [1, i, value_width], left, before, 1.0, row);
             }
         }
     }
@@ -215,20 +222,20 @@ impl Chunk {
     /// Replaces the gradient of N by that of what it is solved from.
     #[inline(always)]
     fn solve_transposed(&mut self) {
-        let (isa, count, [_, of_values]) = (self.isa, self.count, self.columns);
+        let (isa, count, [_, value_width]) = (self.isa, self.count, self.columns);
         for first in (0..count).step_by(SOLVED).rev() {
             let end = count.min(first + SOLVED);
-            let (rows, after) = self.dnew.split_at_mut(end * of_values);
-            let rows = &mut rows[first * of_values..];
+            let (rows, after) = self.dnew.split_at_mut(end * value_width);
+            let rows = &mut rows[first * value_width..];
             if end < count {
                 let left = Left::columns(&self.lower[end * TOKENS + first..], TOKENS);
-                multiply(isa, [end - first, count - end, of_values], left, after, 1.0, rows);
+                multiply(isa, [end - first, count - end, value_width], left, after, 1.0, rows);
             }
             for i in (0..end - first - 1).rev() {
-                let (row, after) = rows[i * of_values..].split_at_mut(of_values);
+                let (row, after) = rows[i * value_width..].split_at_mut(value_width);
                 let left =
                     Left::columns(&self.lower[(first + i + 1) * TOKENS + first + i..], TOKENS);
-                multiply(isa, [1, end - first - i - 1, of_values], left, after, 1.0, row);
+                multiply(isa, [1, end - first - i - 1, value_width], left, after, 1.0, row);
             }
         }
     }
@@ -277,15 +284,15 @@ impl Job for Forward<'_> {
         let Self { chunk, state, has_outputs } = self;
         chunk.prepare(s, has_outputs);
         chunk.solve(state);
-        let (isa, count, [of_keys, of_values]) = (chunk.isa, chunk.count, chunk.columns);
+        let (isa, count, [key_width, value_width]) = (chunk.isa, chunk.count, chunk.columns);
         if has_outputs {
-            let left = Left::rows(&chunk.scaled_q, of_keys);
-            multiply(isa, [count, of_keys, of_values], left, state, 0.0, &mut chunk.o);
+            let left = Left::rows(&chunk.scaled_q, key_width);
+            multiply(isa, [count, key_width, value_width], left, state, 0.0, &mut chunk.o);
             let left = Left::rows(&chunk.scores, TOKENS).of(Terms::Lower);
-            multiply(isa, [count, count, of_values], left, &chunk.new, 1.0, &mut chunk.o);
+            multiply(isa, [count, count, value_width], left, &chunk.new, 1.0, &mut chunk.o);
         }
-        let left = Left::columns(&chunk.scaled_k, of_keys);
-        let extents = [chunk.keys, count, of_values];
+        let left = Left::columns(&chunk.scaled_k, key_width);
+        let extents = [chunk.keys, count, value_width];
         multiply(isa, extents, left, &chunk.new, chunk.whole_decay(), state);
     }
 }
@@ -304,31 +311,38 @@ impl Job for Backward<'_> {
         let Self { chunk, state, dstate } = self;
         chunk.prepare(s, true);
         chunk.solve(state);
-        let (isa, count, [of_keys, of_values]) = (chunk.isa, chunk.count, chunk.columns);
-        let to_values = [count, of_keys, of_values];
-        let to_keys = [count, of_values, of_keys];
+        let (isa, count, [key_width, value_width]) = (chunk.isa, chunk.count, chunk.columns);
+        let to_values = [count, key_width, value_width];
+        let to_keys = [count, value_width, key_width];
         let within = |columns| [count, count, columns];
         // The gradient of N.
         let left = Left::columns(&chunk.scores, TOKENS).of(Terms::Upper);
-        multiply(isa, within(of_values), left, &chunk.cotangent, 0.0, &mut chunk.dnew);
-        let left = Left::rows(&chunk.scaled_k, of_keys);
+        multiply(isa, within(value_width), left, &chunk.cotangent, 0.0, &mut chunk.dnew);
+        let left = Left::rows(&chunk.scaled_k, key_width);
         multiply(isa, to_values, left, dstate, 1.0, &mut chunk.dnew);
         if chunk.delta {
             chunk.solve_transposed();
         }
-        turn(isa, of_values, &chunk.new, &mut chunk.turned_new);
-        turn(isa, of_values, state, &mut chunk.turned_state);
-        turn(isa, of_values, dstate, &mut chunk.turned_dstate);
+        turn(isa, value_width, &chunk.new, &mut chunk.turned_new);
+        turn(isa, value_width, state, &mut chunk.turned_state);
+        turn(isa, value_width, dstate, &mut chunk.turned_dstate);
         // What q has of the state before the chunk, and k in the state after it.
-        let left = Left::rows(&chunk.cotangent, of_values);
+        let left = Left::rows(&chunk.cotangent, value_width);
         multiply(isa, to_keys, left, &chunk.turned_state, 0.0, &mut chunk.dq);
-        multiply(isa, [count, of_values, TOKENS], left, &chunk.turned_new, 0.0, &mut chunk.dscores);
-        let left = Left::rows(&chunk.new, of_values);
+        multiply(
+            isa,
+            [count, value_width, TOKENS],
+            left,
+            &chunk.turned_new,
+            0.0,
+            &mut chunk.dscores,
+        );
+        let left = Left::rows(&chunk.new, value_width);
         multiply(isa, to_keys, left, &chunk.turned_dstate, 0.0, &mut chunk.dk);
         // Gradients of the exponents of E_i and E_ij are summed up for each token, those of E_Cj for tokens behind.
         let [mut at, mut behind] = [[0.0; TOKENS]; 2];
         for i in 0..count {
-            let keys = i * of_keys..(i + 1) * of_keys;
+            let keys = i * key_width..(i + 1) * key_width;
             chunk.dq[keys.clone()].iter_mut().for_each(|x| *x *= chunk.from_start[i]);
             chunk.dk[keys.clone()].iter_mut().for_each(|x| *x *= chunk.to_end[i]);
             at[i] += dot(s, &chunk.dq[keys.clone()], &chunk.q[keys.clone()]);
@@ -348,9 +362,9 @@ impl Job for Backward<'_> {
             }
         }
         let left = Left::rows(&chunk.dscores, TOKENS).of(Terms::Lower);
-        multiply(isa, within(of_keys), left, &chunk.k, 1.0, &mut chunk.dq);
+        multiply(isa, within(key_width), left, &chunk.k, 1.0, &mut chunk.dq);
         let left = Left::columns(&chunk.dscores, TOKENS).of(Terms::Upper);
-        multiply(isa, within(of_keys), left, &chunk.q, 1.0, &mut chunk.dk);
+        multiply(isa, within(key_width), left, &chunk.q, 1.0, &mut chunk.dk);
         if chunk.delta {
             chunk.delta_gradients(s, &mut at);
         } else {
@@ -366,11 +380,11 @@ impl Job for Backward<'_> {
             sum += at[i];
             chunk.dg[i] += sum;
         }
-        let left = Left::columns(&chunk.scaled_q, of_keys);
-        let extents = [chunk.keys, count, of_values];
+        let left = Left::columns(&chunk.scaled_q, key_width);
+        let extents = [chunk.keys, count, value_width];
         multiply(isa, extents, left, &chunk.cotangent, chunk.whole_decay(), dstate);
         if chunk.delta {
-            let left = Left::columns(&chunk.k, of_keys);
+            let left = Left::columns(&chunk.k, key_width);
             multiply(isa, extents, left, &chunk.scaled_v, 1.0, dstate);
         }
     }
@@ -380,21 +394,22 @@ impl Chunk {
     /// Sets dv and db of the delta rule, and adds to dk and to the gradients of exponents.
     #[inline(always)]
     fn delta_gradients<S: Simd>(&mut self, s: S, at: &mut [f32; TOKENS]) {
-        let (isa, count, [of_keys, of_values]) = (self.isa, self.count, self.columns);
-        let left = Left::rows(&self.dnew, of_values);
-        let extents = [count, of_values, TOKENS];
+        let (isa, count, [key_width, value_width]) = (self.isa, self.count, self.columns);
+        let left = Left::rows(&self.dnew, value_width);
+        let extents = [count, value_width, TOKENS];
         multiply(isa, extents, left, &self.turned_new, 0.0, &mut self.dscores);
         mask(count, 1, &self.decays, &mut self.dscores);
         for i in 0..count {
-            let (row, values) = (i * TOKENS..(i + 1) * TOKENS, i * of_values..(i + 1) * of_values);
+            let (row, values) =
+                (i * TOKENS..(i + 1) * TOKENS, i * value_width..(i + 1) * value_width);
             let (b, decay) = (self.b[i], self.from_start[i]);
             let (dlower, kk) = (&mut self.dscores[row.clone()], &self.kk[row]);
             dlower.iter_mut().for_each(|x| *x = -*x);
             // Rows behind the last token are 0, and so are these entries of k k'.
-            let of_lower = dot(s, dlower, kk);
+            let lower_dot = dot(s, dlower, kk);
             self.db[i] =
-                of_lower + dot(s, &self.dnew[values.clone()], &self.unseen[values.clone()]);
-            at[i] += b * of_lower;
+                lower_dot + dot(s, &self.dnew[values.clone()], &self.unseen[values.clone()]);
+            at[i] += b * lower_dot;
             for ((at, x), kk) in at[..i].iter_mut().zip(dlower.iter()).zip(kk) {
                 *at -= b * x * kk;
             }
@@ -405,17 +420,17 @@ impl Chunk {
                 *scaled = -decay * *dv;
             }
         }
-        let within = [count, count, of_keys];
+        let within = [count, count, key_width];
         let left = Left::rows(&self.dscores, TOKENS).of(Terms::Lower);
         multiply(isa, within, left, &self.k, 1.0, &mut self.dk);
         let left = Left::columns(&self.dscores, TOKENS).of(Terms::Upper);
         multiply(isa, within, left, &self.k, 1.0, &mut self.dk);
         // What k has of the state before the chunk.
-        let left = Left::rows(&self.scaled_v, of_values);
-        let extents = [count, of_values, of_keys];
+        let left = Left::rows(&self.scaled_v, value_width);
+        let extents = [count, value_width, key_width];
         multiply(isa, extents, left, &self.turned_state, 0.0, &mut self.scaled_k);
         for (i, at) in at.iter_mut().enumerate().take(count) {
-            let keys = i * of_keys..(i + 1) * of_keys;
+            let keys = i * key_width..(i + 1) * key_width;
             *at += dot(s, &self.scaled_k[keys.clone()], &self.k[keys.clone()]);
             let entries = self.dk[keys.clone()].iter_mut().zip(&self.scaled_k[keys]);
             entries.for_each(|(to, x)| *to += x);

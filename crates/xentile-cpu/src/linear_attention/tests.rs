@@ -21,7 +21,7 @@ fn wide<E: Element>(all: &[E]) -> Vec<f64> {
 }
 
 /// `[T, columns]` of a head of a sequence, of `[B, T, H, columns]`.
-fn of_head(all: &[f64], [tokens, heads, columns]: [usize; 3], [b, head]: [usize; 2]) -> Vec<f64> {
+fn head_rows(all: &[f64], [tokens, heads, columns]: [usize; 3], [b, head]: [usize; 2]) -> Vec<f64> {
     let row = |t: usize| (((b * tokens + t) * heads + head) * columns)..;
     (0..tokens).flat_map(|t| &all[row(t)][..columns]).copied().collect()
 }
@@ -38,25 +38,25 @@ fn check<E: Element>(isa: Isa, attention: LinearAttention, group: usize, seed: u
     let LinearAttention { delta, scale, sequences, tokens, key_heads, heads, keys, values } =
         attention;
     let rng = &mut ChaCha8Rng::seed_from_u64(seed);
-    let of_tokens = |each: usize| sequences * tokens * each;
-    let q = rounded::<E>(&random(rng, of_tokens(key_heads * keys)));
-    let mut k = random(rng, of_tokens(key_heads * keys));
+    let per_token = |each: usize| sequences * tokens * each;
+    let q = rounded::<E>(&random(rng, per_token(key_heads * keys)));
+    let mut k = random(rng, per_token(key_heads * keys));
     for row in k.chunks_exact_mut(keys) {
         let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
         row.iter_mut().for_each(|x| *x /= norm);
     }
     let k = rounded::<E>(&k);
-    let v = rounded::<E>(&random(rng, of_tokens(heads * values)));
+    let v = rounded::<E>(&random(rng, per_token(heads * values)));
     // A decay of 0 begins a segment.
-    let g: Vec<f32> = random(rng, of_tokens(heads))
+    let g: Vec<f32> = random(rng, per_token(heads))
         .iter()
         .enumerate()
         .map(|(at, x)| if at % 37 == 36 { f32::NEG_INFINITY } else { 0.1 * (x - 1.0) })
         .collect();
-    let b: Vec<f32> = random(rng, of_tokens(heads)).iter().map(|x| 1.0 + x).collect();
+    let b: Vec<f32> = random(rng, per_token(heads)).iter().map(|x| 1.0 + x).collect();
     let states = sequences * heads * attention.state();
     let (state, dstate) = (random(rng, states), random(rng, states));
-    let cotangent = rounded::<E>(&random(rng, of_tokens(heads * values)));
+    let cotangent = rounded::<E>(&random(rng, per_token(heads * values)));
     let pool = Threads::new(2).unwrap();
     let kernel = Kernel::new(attention, group, Launch { isa, pool: &pool }).unwrap();
     let operands =
@@ -73,18 +73,18 @@ fn check<E: Element>(isa: Isa, attention: LinearAttention, group: usize, seed: u
     kernel.backward(operands, cotangents, gradients).unwrap();
 
     let shared = heads / key_heads;
-    let [of_keys, of_values] = [[tokens, key_heads, keys], [tokens, heads, values]];
-    let of_numbers = [tokens, heads, 1];
+    let [key_shape, value_shape] = [[tokens, key_heads, keys], [tokens, heads, values]];
+    let number_shape = [tokens, heads, 1];
     for sequence in 0..sequences {
         for key_head in 0..key_heads {
             let at = [sequence, key_head];
-            let [q, k] = [&q, &k].map(|all| of_head(&wide(all), of_keys, at));
+            let [q, k] = [&q, &k].map(|all| head_rows(&wide(all), key_shape, at));
             let [mut dq, mut dk] = [0; 2].map(|_| vec![0.0; tokens * keys]);
             for head in key_head * shared..(key_head + 1) * shared {
                 let at = [sequence, head];
                 let name = |name| format!("{name} of {at:?}, {attention:?}, {isa}, seed {seed}");
-                let [g, b] = [&g, &b].map(|all| of_head(&wide(all), of_numbers, at));
-                let v = of_head(&wide(&v), of_values, at);
+                let [g, b] = [&g, &b].map(|all| head_rows(&wide(all), number_shape, at));
+                let v = head_rows(&wide(&v), value_shape, at);
                 let place = sequence * heads + head;
                 let each = place * attention.state()..(place + 1) * attention.state();
                 let (state, dstate) = (wide(&state[each.clone()]), wide(&dstate[each.clone()]));
@@ -99,25 +99,36 @@ fn check<E: Element>(isa: Isa, attention: LinearAttention, group: usize, seed: u
                     state: &state,
                 };
                 let (right, last) = reference.forward();
-                assert_near(&name("o"), &of_head(&wide(&o), of_values, at), &right, off);
+                assert_near(&name("o"), &head_rows(&wide(&o), value_shape, at), &right, off);
                 let end = (place + 1) * kernel.groups() * attention.state();
                 let found = wide(&saved[end - attention.state()..end]);
                 assert_near(&name("state"), &found, &last, 1e-6);
-                let cotangent = of_head(&wide(&cotangent), of_values, at);
-                let Expected { q: of_q, k: of_k, v: of_v, g: of_g, b: of_b, state: initial } =
-                    reference.backward(&cotangent, &dstate);
-                let sums = dq.iter_mut().zip(of_q).chain(dk.iter_mut().zip(of_k));
+                let cotangent = head_rows(&wide(&cotangent), value_shape, at);
+                let Expected {
+                    q: want_q,
+                    k: want_k,
+                    v: want_v,
+                    g: want_g,
+                    b: want_b,
+                    state: initial,
+                } = reference.backward(&cotangent, &dstate);
+                let sums = dq.iter_mut().zip(want_q).chain(dk.iter_mut().zip(want_k));
                 sums.for_each(|(sum, x)| *sum += x);
-                assert_near(&name("dv"), &of_head(&wide(&rows[2]), of_values, at), &of_v, off);
-                let [dg, db] = [0, 1].map(|of| of_head(&wide(&numbers[of]), of_numbers, at));
-                assert_near(&name("dg"), &dg, &of_g, 3e-6);
+                assert_near(
+                    &name("dv"),
+                    &head_rows(&wide(&rows[2]), value_shape, at),
+                    &want_v,
+                    off,
+                );
+                let [dg, db] = [0, 1].map(|of| head_rows(&wide(&numbers[of]), number_shape, at));
+                assert_near(&name("dg"), &dg, &want_g, 3e-6);
                 if delta {
-                    assert_near(&name("db"), &db, &of_b, 3e-6);
+                    assert_near(&name("db"), &db, &want_b, 3e-6);
                 }
                 assert_near(&name("dinitial"), &wide(&numbers[2][each]), &initial, 1e-6);
             }
             for (name, found, right) in [("dq", &rows[0], dq), ("dk", &rows[1], dk)] {
-                assert_near(name, &of_head(&wide(found), of_keys, at), &right, off);
+                assert_near(name, &head_rows(&wide(found), key_shape, at), &right, off);
             }
         }
     }

@@ -248,12 +248,12 @@ impl Operation for OfSequence {
             let all: Vec<_> = all.iter().map(|x| f64::from(*x)).collect();
             by_heads(&all, [attention.heads, 1])
         };
-        let of_keys = [attention.key_heads, attention.keys];
+        let key_axes = [attention.key_heads, attention.keys];
         Ok(Box::new(ByRecurrence {
             dtype: problem.dtype,
             attention,
-            q: columns("q", of_keys),
-            k: columns("k", of_keys),
+            q: columns("q", key_axes),
+            k: columns("k", key_axes),
             v: columns("v", [attention.heads, attention.values]),
             g: numbers("g"),
             b: if self.delta { numbers("b") } else { Vec::new() },
@@ -295,11 +295,11 @@ fn in_float64(arrays: &Arrays<'_>, dtype: DType, name: &str) -> Vec<f64> {
 
 /// `[T, columns]` of each head, of `[T, H, columns]`.
 fn by_heads(all: &[f64], [heads, columns]: [usize; 2]) -> Vec<Vec<f64>> {
-    let of_head = |head: usize| {
+    let head_rows = |head: usize| {
         let tokens = all.chunks_exact((heads * columns).max(1));
         tokens.flat_map(|token| &token[head * columns..][..columns]).copied().collect()
     };
-    (0..heads).map(of_head).collect()
+    (0..heads).map(head_rows).collect()
 }
 
 /// `[T, H, columns]` of `[T, columns]` of each head.
@@ -308,8 +308,8 @@ fn by_tokens<'a>(
     tokens: usize,
     columns: usize,
 ) -> Vec<f64> {
-    let of_token = |t: usize| each.clone().flat_map(move |of| &of[t * columns..][..columns]);
-    (0..tokens).flat_map(of_token).copied().collect()
+    let token_rows = |t: usize| each.clone().flat_map(move |of| &of[t * columns..][..columns]);
+    (0..tokens).flat_map(token_rows).copied().collect()
 }
 
 /// The reference, and bounds of errors in f32.
@@ -394,19 +394,19 @@ impl Units {
 impl ByRecurrence {
     fn units(&self) -> Units {
         let LinearAttention { keys, values, .. } = self.attention;
-        let of_operands = self.tolerances.get(PRODUCTS) * self.dtype.ulp(1.0) / 2.0;
+        let operand_units = self.tolerances.get(PRODUCTS) * self.dtype.ulp(1.0) / 2.0;
         // Roundings of a sum have either sign.
         let terms = (keys + values + CHUNK) as f64;
-        Units { step: 4.0 * U, product: 4.0 * terms.sqrt() * U + of_operands }
+        Units { step: 4.0 * U, product: 4.0 * terms.sqrt() * U + operand_units }
     }
 
     fn head(&self, head: usize) -> Head<'_> {
-        let of_keys = head / self.attention.shared();
+        let key_head = head / self.attention.shared();
         Head {
             scale: self.attention.scale.into(),
             columns: [self.attention.keys, self.attention.values],
-            q: &self.q[of_keys],
-            k: &self.k[of_keys],
+            q: &self.q[key_head],
+            k: &self.k[key_head],
             v: &self.v[head],
             g: &self.g[head],
             b: self.b.get(head).map(Vec::as_slice),
@@ -449,7 +449,7 @@ impl ByRecurrence {
         };
         let mut after = Columns::new(values);
         // Of a token, the squared errors of the sums that dg has in a chunk.
-        let mut of_exponents = vec![0.0; tokens];
+        let mut exponent_errors = vec![0.0; tokens];
         head.reversed(|t, step, state, _| {
             let (before, v) = (&columns[t], &head.v[t * values..][..values]);
             let mut now = before.clone();
@@ -457,10 +457,10 @@ impl ByRecurrence {
             let (q, k) = (norm(step.q), norm(step.k));
             let (scale, strength) = (head.scale.abs(), step.strength.abs());
             let (growth, is_delta) = (growth(head, step), head.b.is_some());
-            let [mut of_q, mut of_k, mut of_b, mut of_g] = [0.0; 4];
+            let [mut q_error, mut k_error, mut b_error, mut g_error] = [0.0; 4];
             for (column, cotangent) in cotangent[t * values..][..values].iter().enumerate() {
                 let (size, error) = (now.sizes[column], now.errors[column]);
-                of_q += scale * cotangent.abs() * (error + r * size);
+                q_error += scale * cotangent.abs() * (error + r * size);
                 let (size_before, error_before) = (before.sizes[column], before.errors[column]);
                 let old = step.decay * (error_before + r * size_before);
                 let error_unseen = U * v[column].abs() + if is_delta { k * old } else { 0.0 };
@@ -469,28 +469,28 @@ impl ByRecurrence {
                 *size += scale * q * cotangent.abs();
                 *error += unit * *size;
                 let off = *error + r * *size;
-                of_k += strength * (unseen * off + *size * error_unseen);
-                of_b += k * (unseen * off + *size * (error_unseen + r * unseen));
+                k_error += strength * (unseen * off + *size * error_unseen);
+                b_error += k * (unseen * off + *size * (error_unseen + r * unseen));
                 if is_delta {
-                    of_k += strength * k * (old * *size + step.decay * size_before * off);
+                    k_error += strength * k * (old * *size + step.decay * size_before * off);
                     *error = growth * *error + strength * k * k * r * *size;
                     *size *= growth;
                 }
                 found.v[t * values + column] = FLUSHED + strength * k * off;
-                of_g += old * *size + step.decay * size_before * (*error + r * *size);
+                g_error += old * *size + step.decay * size_before * (*error + r * *size);
                 *error *= step.decay;
                 *size *= step.decay;
             }
-            found.q[t * keys..][..keys].fill(FLUSHED + of_q);
-            found.k[t * keys..][..keys].fill(FLUSHED + of_k);
-            found.g[t] = FLUSHED + of_g;
-            found.b[t] = FLUSHED + of_b;
-            of_exponents[t] = squares(&[q * of_q, k * of_k, strength * of_b]);
+            found.q[t * keys..][..keys].fill(FLUSHED + q_error);
+            found.k[t * keys..][..keys].fill(FLUSHED + k_error);
+            found.g[t] = FLUSHED + g_error;
+            found.b[t] = FLUSHED + b_error;
+            exponent_errors[t] = squares(&[q * q_error, k * k_error, strength * b_error]);
         });
         // In chunks dg is a sum of what the exponents between a token and others have.
         for t in 0..tokens {
             let near = t.saturating_sub(CHUNK)..tokens.min(t + CHUNK);
-            found.g[t] += of_exponents[near].iter().sum::<f64>().sqrt();
+            found.g[t] += exponent_errors[near].iter().sum::<f64>().sqrt();
         }
         found
     }
@@ -512,7 +512,7 @@ impl ByRecurrence {
 }
 
 /// The gradients of all heads: of q and k summed over the heads that share them.
-fn of_heads(
+fn head_gradients(
     attention: &LinearAttention,
     mut each: Vec<Gradients>,
     is_delta: bool,
@@ -565,7 +565,7 @@ impl Reference for ByRecurrence {
         let of = |body: &(dyn Fn(&Head<'_>, &[f64]) -> Gradients + Sync)| {
             let each = cotangents.par_iter().enumerate();
             let each = each.map(|(head, cotangent)| body(&self.head(head), cotangent)).collect();
-            of_heads(&self.attention, each, is_delta)
+            head_gradients(&self.attention, each, is_delta)
         };
         let expected = of(&|head, cotangent| head.backward(cotangent, &self.zeros));
         let bounds = of(&|head, cotangent| self.gradient_bounds(head, cotangent));
