@@ -92,7 +92,11 @@ def main() -> int:
 
     def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
         for batch in options.batch:
-            of = {"model": options.model, "batch": batch, "prompt": options.prompt}
+            of = {
+                "model": options.model,
+                "batch": batch,
+                "prompt_tokens": options.prompt,
+            }
             yield of, partial(measure, config, batch, options.prompt, options.seconds)
 
     names = ("step", "xla", "read", "prompt", "xla prompt")

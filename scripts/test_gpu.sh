@@ -8,10 +8,11 @@
 # are named:
 #
 #     jax           the tests of pallas_bridge, or of the files in JAX_TESTS, by JOBS processes (8), each
-#                   of which sees one GPU of those that there are, or that CUDA_VISIBLE_DEVICES names
+#                   of which sees one GPU of those that there are, or that CUDA_VISIBLE_DEVICES names;
+#                   the cases that XENTILE_TEST_CASES says (scripts/pytest_cases.py), all unless it is set
 #     sanitizer     compute-sanitizer's four tools over every kernel on small shapes
 #     counters      the kernels over logits and a copy, by Nsight Compute's counters
-#     gradcheck     every config that needs no file, through Rust and PJRT, shared among the GPUs
+#     gradcheck     every config that needs no file, through Rust and PJRT, by JOBS processes (8)
 #     microbench    kernel and dense program at 2048 x 151643
 #     sweep         time_block x block_size of configs/sweep/cross_entropy_cuda.yaml
 #     peers         other cross-entropies over logits beside ours; PEERS_ARGUMENTS are passed on
@@ -22,8 +23,7 @@
 #     meshes        the tests of pallas_bridge that need several devices, by JOBS processes (8)
 #     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
 #
-# Sections run one after another: a client of gradcheck's takes three quarters of its GPU's memory.
-# A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
+# Sections run one after another. A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
 # comes last. Exits 1 when anything failed, 2 on bad arguments.
 set -euo pipefail
@@ -105,6 +105,7 @@ scrub() {
 about() {
     printf 'date    %s\n' "$(date -u +%Y-%m-%dT%H:%MZ)"
     printf 'commit  %s\n' "${XENTILE_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}"
+    printf 'cases   %s\n' "${XENTILE_TEST_CASES:-all}"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader |
         sed 's/^/gpu     /' || printf 'gpu     nvidia-smi did not run\n'
     "$python" - <<'PYTHON'
@@ -253,8 +254,8 @@ section_counters() {
 }
 
 section_gradcheck() {
-    local deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck known gpus=() at status=0 pids=()
-    local configs=() config dtype
+    local deadline=$((SECONDS + limit)) tool=$artifacts/gradcheck known gpus=() lane status=0 pids=()
+    local configs=() config dtype lanes=${JOBS:-8}
     known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
     IFS=, read -ra gpus <<<"$known"
     for config in configs/gradcheck/*.yaml; do
@@ -269,28 +270,28 @@ section_gradcheck() {
         JAX_DEFAULT_MATMUL_PRECISION=highest XENTILE_PYTHON=$python \
             timeout -k 5 "$left" "$tool" "$@" --set backend=xla:cuda
     }
-    # Each GPU has one client at a time.
-    for at in "${!gpus[@]}"; do
+    # Most of the time is JAX's, which exports programs, and the reference's, on the host.
+    for ((lane = 0; lane < lanes; lane++)); do
         {
-            export CUDA_VISIBLE_DEVICES=${gpus[at]}
+            export CUDA_VISIBLE_DEVICES=${gpus[lane % ${#gpus[@]}]}
             local index
-            for ((index = at; index < ${#configs[@]}; index += ${#gpus[@]})); do
+            for ((index = lane; index < ${#configs[@]}; index += lanes)); do
                 config=${configs[index]}
                 check "$config" judge --config "$config"
             done
-            if ((at == 0)); then
+            if ((lane == 0)); then
                 for dtype in f32 f16; do
                     check "qwen_151643, $dtype, none" judge --config configs/gradcheck/qwen_151643.yaml \
                         --set dtype=$dtype --set shape.seq_len=256 --set options.reduction=none
                 done
             fi
             finish_checks
-        } >"$scratch/gradcheck.$at" 2>&1 &
+        } >"$scratch/gradcheck.$lane" 2>&1 &
         pids+=($!)
     done
-    for at in "${!gpus[@]}"; do
-        wait "${pids[at]}" || status=1
-        cat "$scratch/gradcheck.$at"
+    for ((lane = 0; lane < lanes; lane++)); do
+        wait "${pids[lane]}" || status=1
+        cat "$scratch/gradcheck.$lane"
     done
     return "$status"
 }

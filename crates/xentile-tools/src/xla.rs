@@ -37,6 +37,12 @@ pub(crate) struct Compiled {
 /// Names the cache's directory where neither a flag nor a config does.
 const CACHE_VARIABLE: &str = "XENTILE_CACHE";
 
+/// Whether a client takes a GPU's memory as it needs it, instead of three quarters at once, by the
+/// variable that JAX reads.
+fn shares_gpu() -> bool {
+    std::env::var("XLA_PYTHON_CLIENT_PREALLOCATE").is_ok_and(|value| matches!(&*value, "false" | "0"))
+}
+
 impl Session {
     /// Opens the plug-in at `path`, else the one that is found for `platform`. Compiled programs are
     /// kept in `cache`, else in what [`CACHE_VARIABLE`] names.
@@ -49,9 +55,10 @@ impl Session {
             tpu::require()?;
         }
         let plugin = Plugin::find(platform, path)?;
-        // One device has all threads.
         let options: &[(&str, Value)] = match platform {
+            // One device has all threads.
             Platform::Cpu => &[("cpu_device_count", Value::Int(1))],
+            Platform::Cuda if shares_gpu() => &[("preallocate", Value::Bool(false))],
             _ => &[],
         };
         let remedy = match platform {
