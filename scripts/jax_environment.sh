@@ -57,8 +57,13 @@ use_jax_environment() {
 # Builds a wheel of pallas_bridge in XENTILE_TEST_WHEELS, where one serves every tier of a run of scripts/test.sh.
 build_pallas_bridge() {
     export XENTILE_TEST_WHEELS=${XENTILE_TEST_WHEELS:-$(mktemp -d)}
-    compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null ||
-        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
+    (
+        # One at a time: what another builds now, this one finds.
+        exec 9<scripts/jax_environment.sh
+        flock 9
+        compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null ||
+            pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
+    )
 }
 
 # Installs it in the environment on PATH.

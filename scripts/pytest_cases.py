@@ -5,7 +5,8 @@
 XENTILE_TEST_CASES is
 - `all`, as unless it is set: every case;
 - `cover`: the fewest cases, chosen greedily in their order, that have every value of every
-  parameter; all cases of a test that is marked `fixed`, unless XENTILE_TEST_NUMBERS is 0;
+  parameter, but the first N of a test that is marked `few(N)`; all cases of a test that is marked
+  `fixed`, unless XENTILE_TEST_NUMBERS is 0;
 - `one`: the first case of each test.
 The choice depends on the tests alone: each run of a commit runs the same cases.
 
@@ -86,9 +87,12 @@ def claim(name: str) -> bool:
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Returns cases of a test in which every value of every parameter occurs."""
+    """Returns cases of a test in which every value of every parameter occurs, or a few."""
     if is_fixed(cases[0]):
         return cases
+    for mark in cases[0].iter_markers("few"):
+        (count,) = mark.args
+        return cases[:count]
     missing = set[tuple[str, str]]().union(*map(values, cases))
     chosen = [cases[0]]
     missing -= values(cases[0])

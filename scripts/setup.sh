@@ -26,6 +26,11 @@ for requirements in "$@"; do
         fail "no file $requirements: name requirements files from the repository root"
 done
 
+# One at a time: what another installs now, this one finds.
+if command -v flock >/dev/null; then
+    exec 9<scripts/setup.sh
+    flock 9
+fi
 if [[ ! -e $venv ]]; then
     python=${PYTHON:-python3}
     command -v -- "$python" >/dev/null ||

@@ -69,20 +69,45 @@ echo "set of tests: $XENTILE_TEST_SET"
 
 logs=target/test-logs
 mkdir -p "$logs"
+rm -f "$logs"/*
 XENTILE_TEST_WHEELS=$(mktemp -d)
 export XENTILE_TEST_WHEELS
 # Tests of pallas_bridge keep what XLA compiled here for each other. New each time, so that each run compiles all.
 XENTILE_TEST_PROGRAMS=$(mktemp -d)
 export XENTILE_TEST_PROGRAMS
-trap 'rm -rf "$XENTILE_TEST_WHEELS" "$XENTILE_TEST_PROGRAMS"' EXIT
+second=""
+trap '[[ -z $second ]] || kill -- "-$second" 2>/dev/null; rm -rf "$XENTILE_TEST_WHEELS" "$XENTILE_TEST_PROGRAMS"' EXIT
+trap 'exit 130' INT TERM
+
+# Two lanes of tiers run beside each other: what mostly waits for cargo's lock or for one thread, and what
+# mostly waits for XLA, through environments of its own.
+is_of_second_lane() {
+    [[ $1 =~ ^(xla-cpu-.*|gpu-aot|train)$ ]]
+}
+run_tier() {
+    local began=$SECONDS status=0
+    printf '\n== %s\n' "$1"
+    # As part of `||` a failing tier does not end this script.
+    bash "scripts/tiers/$1.sh" </dev/null 2>&1 | tee "$logs/$1.log" || status=${PIPESTATUS[0]}
+    printf '%d %d\n' "$status" $((SECONDS - began)) >"$logs/$1.ended"
+}
+# In a process group of its own, which ends with this script.
+set -m
+for tier in "${tiers[@]}"; do
+    ! is_of_second_lane "$tier" || run_tier "$tier"
+done >"$logs/second-lane" &
+second=$!
+set +m
+for tier in "${tiers[@]}"; do
+    is_of_second_lane "$tier" || run_tier "$tier"
+done
+wait "$second"
+cat "$logs/second-lane"
+
 total_passed=0 total_failed=0 absent=() summary=() failures=""
 for tier in "${tiers[@]}"; do
     log=$logs/$tier.log
-    printf '\n== %s\n' "$tier"
-    started=$SECONDS
-    status=0
-    # As part of `||` a failing tier does not end this script.
-    bash "scripts/tiers/$tier.sh" </dev/null 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+    read -r status seconds <"$logs/$tier.ended"
     if ((status == 77)); then
         absent+=("$tier")
         summary+=("$tier: absent here ($(sed -n 's/^absent: //p' "$log" | tail -n 1))")
@@ -98,7 +123,7 @@ for tier in "${tiers[@]}"; do
     ((skipped == 0)) || note+=", $skipped skipped"
     total_passed=$((total_passed + passed))
     total_failed=$((total_failed + failed))
-    summary+=("$tier: $passed passed, $failed failed$note, $((SECONDS - started)) s")
+    summary+=("$tier: $passed passed, $failed failed$note, $seconds s")
     if ((failed > 0)); then
         # A build that breaks, or a download, has no test to name: then the end of the log.
         reasons=$(awk -f scripts/failures.awk "$log")

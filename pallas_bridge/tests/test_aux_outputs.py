@@ -211,6 +211,7 @@ def test_what_is_asked_for_alone_has_the_same_bits(
         assert np.isnan(entropy[jnp.array([4, 9])]).all() and entropy[-1] == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "asked", [("entropy",), ("correct", "lse"), ("columns",), ("columns", "entropy")]
 )
@@ -363,6 +364,7 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
         np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(one).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
 @pytest.mark.parametrize("way", WAYS)
@@ -411,6 +413,7 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
     np.testing.assert_allclose(gradient, of_found, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
 @pytest.mark.parametrize(

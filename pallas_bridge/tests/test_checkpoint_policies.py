@@ -49,6 +49,7 @@ def calls(function: Callable[..., Any], *operands: Any) -> Counter[str]:
     return Counter(re.findall(r"(?<=@)xentile_\w+|stablehlo\.dot_general", text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("policy", "attention", "norm", "products"),
     [

@@ -112,6 +112,7 @@ def optax_problem(
     return logits, jnp.asarray(rng.integers(0, vocab, batch), jnp.int32)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("shape", "axis", "of_mask"), MASKS, ids=str)
 def test_masks_that_optax_takes(
     rng: np.random.Generator, shape: Any, axis: Any, of_mask: Any

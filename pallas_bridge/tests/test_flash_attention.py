@@ -298,6 +298,7 @@ SEGMENTS: dict[str, tuple[Any, Any, list[bool]]] = {
 }
 
 
+@pytest.mark.few(3)
 @EITHER_KERNEL
 @pytest.mark.parametrize("case", SEGMENTS)
 def test_segments_longer_than_tiles(
@@ -320,6 +321,7 @@ def test_segments_longer_than_tiles(
         close(found, wanted(*given, seen, **more), dtype)
 
 
+@pytest.mark.few(1)
 @EITHER_KERNEL
 @pytest.mark.parametrize("widths", [(192, 128), (136, 64), (256, 136)], ids=str)
 def test_segments_of_wide_heads(
@@ -1019,6 +1021,7 @@ def test_programs_that_call_cudnn(
     assert "xentile" not in text and (kind is None or "CustomSPMDPartitioning" in text)
 
 
+@pytest.mark.few(2)
 @pytest.mark.newest
 @pytest.mark.only("cpu", "Pallas' interpreter")
 @pytest.mark.parametrize("case", ["causal", "window", "segments", "sinks"])

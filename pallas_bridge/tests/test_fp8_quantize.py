@@ -152,6 +152,7 @@ def test_bits_by_block(
             hold(bits(got.values), values, implementation, name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_bits_of_blocks_of_any_size(rng: np.random.Generator, form: Any) -> None:
     """Blocks within a tile and across several, of rows of vectors and others."""

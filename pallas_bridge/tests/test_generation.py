@@ -257,6 +257,7 @@ def expected_probabilities(
     return np.asarray(kept / kept.sum())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_draws_have_the_stated_distribution(
     rng: np.random.Generator, options: dict[str, Any]

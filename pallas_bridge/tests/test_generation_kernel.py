@@ -100,6 +100,7 @@ def numbered(config: DecoderConfig) -> Any:
     return jax.tree.map(fill, jax.eval_shape(lambda: init_params(config)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config", [CONFIG, UNTIED, LLAMA, QWEN3], ids=["tied", "untied", "llama", "qwen3"]
 )
@@ -225,7 +226,7 @@ def test_a_state_has_the_words_of_the_library(name: str) -> None:
 def by_layers(params: Any, config: DecoderConfig, cache: Cache, token: Any, position: Any) -> Any:
     tokens, positions = (jnp.atleast_1d(jnp.asarray(x, jnp.int32)) for x in (token, position))
     copied = jax.tree.map(jnp.copy, cache)
-    return model._decode_step(params, config, copied, tokens, positions, False)
+    return model._decode_step(params, config, copied, tokens, positions, False, False)
 
 
 def in_one_kernel(

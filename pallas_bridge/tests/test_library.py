@@ -135,6 +135,7 @@ def test_some_other_library(tmp_path: Path) -> None:
     assert "is not a libxentile_xla" in run(tmp_path, path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

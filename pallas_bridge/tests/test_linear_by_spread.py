@@ -228,6 +228,7 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
         assert error(gradients[2], exact.gradients[2]) < (4e-6 + eps if is_call else 4e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("std", [0.5, 8.0, 64.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -242,6 +243,7 @@ def test_any_spread(
     hold(arrays, 0, {}, schedule, chosen(monkeypatch, schedule, arrays))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("std", [0.5, 64.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -256,6 +258,7 @@ def test_any_spread_with_a_bias_and_options(
     hold(arrays, 1, OPTIONS, schedule, chosen(monkeypatch, schedule, arrays))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_column_far_above(
@@ -265,6 +268,7 @@ def test_a_column_far_above(
     hold(arrays, 0, {}, schedule, chosen(monkeypatch, schedule, arrays))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "dtypes",
     [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")],
@@ -281,6 +285,7 @@ def test_two_dtypes(
     hold(arrays, 0, OPTIONS, schedule, chosen(monkeypatch, schedule, arrays))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -74,6 +74,7 @@ def error(actual: Any, expected: Any) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("axis", "bias", "options"),
@@ -124,6 +125,7 @@ def test_a_mean_and_its_gradients(
     np.testing.assert_allclose(gradients[-1] @ step, slope, rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["plain", "options"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
@@ -183,6 +185,7 @@ def hold_against_the_dense_program(
         assert error(actual, want) <= 2 * error(other, want) + eps / 4 + of_terms
 
 
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
@@ -225,6 +228,7 @@ def test_a_bias_in_a_call_of_the_library(
     hold_against_the_dense_program(rng, (hidden, weight, bias, labels), limit, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("mib", [1, 2, 20])
@@ -259,6 +263,7 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 # Without these there is an unnormalised softmax, where all logits are kept.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
 def test_logits_that_are_kept_and_products_of_many_blocks(
     rng: np.random.Generator,
@@ -289,6 +294,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     [((250, 2000), (600, 1024)), ((256, 3333), (300, 640)), ((600, 900), (600, 128))],
 )
 # Without these there is an unnormalised softmax.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [BOTH, {"z_loss": 1e-3, "ignore_index": 7}, {"temperature": 0.7, "ignore_index": 7}],
@@ -318,6 +324,7 @@ def test_columns_that_a_gpu_makes_once(
     hold_against_the_dense_program(rng, arrays, limit, reduction="mean", **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, *BUDGETS])
@@ -363,6 +370,7 @@ def test_vmap_checkpoint_and_batches(rng: np.random.Generator) -> None:
     assert none.shape == (3, 200)
 
 
+@pytest.mark.few(2)
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(("budget", "has_library"), CHUNKS_OF_F32)
 def test_shard_map_sums_the_gradient_of_the_weight(
@@ -465,6 +473,7 @@ def calls(compiled: Any) -> list[str]:
     return re.findall(pattern, compiled.as_text())
 
 
+@pytest.mark.few(2)
 @pytest.mark.only("cpu", "others hand nothing over")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
@@ -816,6 +825,7 @@ def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPat
     assert plan.schedule == "both"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "implementation",
     [None, pytest.param("reference", marks=pytest.mark.only("cpu", "the dense program is XLA's"))],

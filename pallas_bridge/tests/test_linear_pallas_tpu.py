@@ -48,11 +48,10 @@ CASES: dict[str, Case] = {
     "f32 hidden": (300, 37, 391, "float32 bfloat16", 0, True, {}),
     "a named tile": (300, 37, 391, "float32", 0, True, {"time_block": 256, "block_size": 128}),
 }
-# What the other supported versions are tried with.
+# What every supported version is tried with.
 EVERYWHERE = {"ragged, transposed, bias and options", "a named tile"}
-EDGES = [
-    case if case in EVERYWHERE else pytest.param(case, marks=pytest.mark.newest) for case in CASES
-]
+ELSEWHERE = (pytest.mark.newest, pytest.mark.nightly)
+EDGES = [case if case in EVERYWHERE else pytest.param(case, marks=ELSEWHERE) for case in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +160,7 @@ def test_every_edge(rng: np.random.Generator, case: str) -> None:
     check(rng, CASES[case])
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("spills", [True, False], ids=["in HBM", "a kernel each"])
 @pytest.mark.parametrize("case", ["ragged", "ragged, transposed, bias and options"])
@@ -214,6 +214,7 @@ def test_special_tokens(rng: np.random.Generator) -> None:
     no_races()
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("apart", [False, True])
 def test_bad_input_stays_where_it_is(

@@ -37,6 +37,7 @@ def valued(labels: Any, **options: Any) -> Any:
 
 
 # Products of f32 have no cross-entropy in them, and XLA takes long to choose the dense program's.
+@pytest.mark.few(2)
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("dtype", "std"), [("bfloat16", 0.5), ("bfloat16", 4.0), ("bfloat16", 64.0), ("float32", 4.0)]
@@ -167,6 +168,7 @@ def test_ties_and_special_tokens(rng: np.random.Generator) -> None:
     assert all(np.isfinite(np.asarray(one, np.float32)).all() for one in finite)
 
 
+@pytest.mark.few(2)
 @pytest.mark.only("cpu", "where calls are those over logits")
 @pytest.mark.parametrize(
     "asked", [("entropy",), ("correct", "lse"), ("columns",), ("columns", "entropy")]
@@ -206,6 +208,7 @@ def test_which_calls_a_program_makes(rng: np.random.Generator, asked: tuple[str,
         assert with_other == ["backward", first]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_derivatives_under_transformations(rng: np.random.Generator, with_bias: bool) -> None:
     hidden = jnp.asarray(rng.normal(size=(2, 30, 16)), jnp.float32)

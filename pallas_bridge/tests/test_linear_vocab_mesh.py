@@ -209,6 +209,7 @@ def test_hidden_states_sharded_over_their_width(rng: np.random.Generator, way: s
     assert found["all-gather"] <= 64 * 24 and found["all-reduce"] <= 64 * 24
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", OF_WEIGHT)
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_padding_and_what_no_finite_sum_has(
@@ -235,6 +236,7 @@ def test_padding_and_what_no_finite_sum_has(
     assert (np.isnan(lse) == (np.arange(8) == 6)).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", OF_WEIGHT)
 def test_chunks_of_a_budget(rng: np.random.Generator, way: str) -> None:
     *arrays, cotangents = draw(rng, 96, 8 * 600, 16)
@@ -255,6 +257,7 @@ def test_chunks_of_a_budget(rng: np.random.Generator, way: str) -> None:
         assert "xentile_linear_cross_entropy" in program
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", OF_WEIGHT)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) -> None:
@@ -311,6 +314,7 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
             np.testing.assert_allclose(*wide, rtol=8 * eps, atol=4 * eps * size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_a_named_axis_beside_others_takes_three_products(
     rng: np.random.Generator, in_chunks: bool

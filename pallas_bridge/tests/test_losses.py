@@ -331,6 +331,7 @@ def test_at_a_temperature_with_an_entropy_bonus(
     check(jax.jit(jax.value_and_grad(loss))(arrays), paper, arrays)
 
 
+@pytest.mark.few(1)
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(("name", "per_token"), [("dpo", call_on_hidden), ("grpo", call_on_logits)])

@@ -28,10 +28,17 @@ def subsets(case: Case) -> Iterator[Subset]:
 
 
 def product() -> Iterator[Any]:
-    """Every case and subset; of several operands but not all, nightly."""
+    """Every case and subset; of several operands but not all, nightly.
+
+    So are single operands of further ways to call an operation.
+    """
+    seen = set[str]()
     for case in CASES:
+        operation = case.name.split(" ")[0]
+        usual = {len(case.arguments)} | (set() if operation in seen else {1})
+        seen.add(operation)
         for subset in subsets(case):
-            is_few = len(subset) in (1, len(case.arguments))
+            is_few = len(subset) in usual
             marks = () if is_few else (pytest.mark.nightly,)
             names = "+".join(case.arguments[index].name for index in subset)
             yield pytest.param(case, subset, id=f"{case.name}-{names}", marks=marks)

@@ -83,6 +83,7 @@ def test_attention_is_that_of_jax(name: str, rng: np.random.Generator) -> None:
     check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "kinds",
     [

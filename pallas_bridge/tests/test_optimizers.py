@@ -296,6 +296,8 @@ def test_bfloat16_follows_float32_with_rounding(rng: np.random.Generator, name: 
     assert int(state.count) == 20
 
 
+@pytest.mark.few(1)
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x"), P(None, None)])
 def test_sharded_state_has_the_parameters_sharding(rng: np.random.Generator, spec: Any) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

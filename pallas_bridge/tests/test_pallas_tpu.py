@@ -121,11 +121,10 @@ def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **opti
     no_races()
 
 
-# What the other supported versions are tried with.
+# What every supported version is tried with.
 EVERYWHERE = {"ragged", "all options"}
-EDGES = [
-    case if case in EVERYWHERE else pytest.param(case, marks=pytest.mark.newest) for case in CASES
-]
+ELSEWHERE = (pytest.mark.newest, pytest.mark.nightly)
+EDGES = [case if case in EVERYWHERE else pytest.param(case, marks=ELSEWHERE) for case in CASES]
 
 
 @pytest.mark.parametrize("case", EDGES)
@@ -146,6 +145,7 @@ ACROSS: dict[str, tuple[tuple[int, ...], int, str, dict[str, Any], tuple[int, in
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("case", ACROSS)
 def test_logits_that_lie_transposed(
@@ -173,6 +173,7 @@ def test_logits_that_lie_transposed(
     no_races()
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("target", TARGETS)
 def test_registers_of_every_generation(
@@ -183,6 +184,7 @@ def test_registers_of_every_generation(
     check(rng, *problem(rng, "bfloat16", 35, 1000), **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [12, 128], ids=["rows", "tokens are lanes"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_special_tokens(rng: np.random.Generator, dtype: str, tokens: int) -> None:
@@ -199,6 +201,7 @@ def test_special_tokens(rng: np.random.Generator, dtype: str, tokens: int) -> No
     check(rng, jnp.asarray(x), jnp.asarray(y), block_size=128 if tokens == 12 else None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_large_logits(rng: np.random.Generator, offset: float) -> None:

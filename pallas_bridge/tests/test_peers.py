@@ -41,6 +41,7 @@ def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
         assert all("median_ms" in measure for measure in measures.values()), measures
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("more", "shapes", "distributions", "peers"),
     [

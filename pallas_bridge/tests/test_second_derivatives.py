@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from operations import CASES, Case
+from operations import CASES, Case, one_an_operation
 
 # Rotations are linear in all but their tables.
-CELLS = [pytest.param(one, id=one.name) for one in CASES if one.has_gradient]
+CELLS = one_an_operation(pytest.param(one, id=one.name) for one in CASES if one.has_gradient)
 CURVED = [one for one in CELLS if not one.values[0].name.startswith("rope")]
 # What an error names, by how names of cases begin.
 OPERATIONS: dict[str, tuple[str, ...]] = {

@@ -187,10 +187,20 @@ def is_gathered(case: Case, dim: str, way: str) -> bool:
 FOUND: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
 
+def ways_and_cells() -> Iterator[Any]:
+    """Every cell with automatic axes; with explicit ones, further ways to call, nightly."""
+    yield from (pytest.param("auto", *one.values, id=f"auto-{one.id}") for one in cells())
+    first = {case.name.split(" ")[0]: case.name for case in reversed(CASES)}
+    for one in cells():
+        name = one.values[0].name
+        is_few = UPDATES or first[name.split(" ")[0]] == name
+        marks = () if is_few else (pytest.mark.nightly,)
+        yield pytest.param("explicit", *one.values, id=f"explicit-{one.id}", marks=marks)
+
+
 @pytest.mark.fixed
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("case", "dim"), cells())
-def test_what_devices_exchange(entropy: int, case: Case, dim: str, way: str) -> None:
+@pytest.mark.parametrize(("way", "case", "dim"), [*ways_and_cells()])
+def test_what_devices_exchange(entropy: int, way: str, case: Case, dim: str) -> None:
     if way == "explicit" and (is_gathered(case, dim, way) or is_in(REFUSED, case, dim)):
         with pytest.raises(ValueError, match="reshard"):
             run(case, dim, way, entropy)

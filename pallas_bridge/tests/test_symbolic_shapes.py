@@ -96,6 +96,7 @@ LINEAR: list[tuple[str, str, int, dict[str, Any]]] = [
 HIDDEN, VOCAB = 16, 300
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("dtype", "of_weight", "axis", "options"), LINEAR, ids=str)
 def test_plans_for_any_number_of_tokens(
     rng: np.random.Generator, dtype: str, of_weight: str, axis: int, options: Any
@@ -133,6 +134,7 @@ def test_plans_for_any_number_of_tokens(
     close(exported.call(arrays, given), direct(arrays, given), 2e-5 if is_wide else 3e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.only("cpu", "what XLA holds there")
 @pytest.mark.parametrize("limit", [None, 6 << 20, 1 << 20])
 def test_scratch_is_within_the_budget(limit: int | None) -> None:

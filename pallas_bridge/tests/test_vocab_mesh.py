@@ -205,6 +205,7 @@ def test_both_axes_of_a_mesh_shard_the_vocabulary(rng: np.random.Generator, way:
     assert {*found} == {"all-reduce"} and max(found.values()) <= 6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", OF_LOGITS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) -> None:

@@ -4,10 +4,10 @@ source scripts/tiers/common.sh
 
 compile_kernels_once
 status=0
-cargo test --workspace --no-fail-fast || status=1
 if [[ -n ${XENTILE_NVCC:-} ]]; then
     # Whole files of tests, as the feature adds nothing to others. Beside all that has the features of the
     # workspace: the kernels for CPUs are there, and would be compiled again for two packages by themselves.
+    # First, as both build a libxentile_xla.so, and later tiers find the one that was built last.
     files=(crates/xentile-{cuda,xla}/tests/*.rs)
     mapfile -t files < <(basename --suffix .rs -- "${files[@]}")
     cargo test --no-fail-fast "${like_workspace[@]}" --package xentile-cuda --features xentile-xla/cuda \
@@ -15,6 +15,7 @@ if [[ -n ${XENTILE_NVCC:-} ]]; then
 else
     echo "left out: what the feature cuda adds, which needs CUDA's compiler"
 fi
+cargo test --workspace --no-fail-fast || status=1
 for flag in avx2 avx512f avx512_bf16 amx_bf16; do
     grep --quiet --word-regexp $flag /proc/cpuinfo 2>/dev/null ||
         echo "left out: what is written for $flag, which this processor has not"

@@ -367,7 +367,8 @@ def check_integers(
         wrong = host[(host < least) | (host > most)]
         if wrong.size:
             raise ValueError(f"{name} has {wrong[0]}; it must be {least} to {most}, {last}")
-    return array.astype(jnp.int32)
+    # Where it changes nothing but how the dtype promotes, `astype` starts a program of its own.
+    return array if array.dtype == jnp.int32 else array.astype(jnp.int32)
 
 
 def _check_cache(cache: Cache, params: Params, config: DecoderConfig, batch: int) -> int:
