@@ -327,12 +327,13 @@ def least_of_step(config: Any) -> dict[str, float]:
 def cells(options: Any) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Yields the rows, as `harness.measure_cells` takes them."""
     for model in options.models:
-        for row in measure(model, options.programs, options.batch) if options.programs else ():
-            yield row, dict
+        # Before this process takes the GPU's memory.
         for program in options.torch:
             batch = options.batch or 4
             run = partial(alone, model, program, batch, options.limit)
             yield {"model": model, "program": f"torch {program}"}, run
+        for row in measure(model, options.programs, options.batch) if options.programs else ():
+            yield row, dict
         for program in options.parts:
             run = partial(alone, model, f"parts:{program}", options.batch, options.limit)
             yield {"model": model, "program": f"parts {program}"}, run

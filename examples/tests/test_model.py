@@ -112,6 +112,7 @@ def test_hidden_states_and_loss(
         assert np.isclose(found, np.mean(of_tokens), rtol=1e-4), loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["baseline", "ours"])
 def test_remat_and_loop_change_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
     of = dataclasses.replace(PRESETS["test"].model, vocab=50, qk_norm=False)

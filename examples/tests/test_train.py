@@ -114,6 +114,7 @@ def test_auto_takes_what_there_is() -> None:
     assert all(f"{name}='baseline'" in done.stdout for name in names), done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_order_of_a_batch_changes_rounding_alone(
     train: Runner, one_device: list[float], dtype: str
@@ -123,6 +124,7 @@ def test_order_of_a_batch_changes_rounding_alone(
     assert largest(losses, one_device) < (SPREAD if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mesh", "kernel"),
     [

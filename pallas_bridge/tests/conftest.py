@@ -96,7 +96,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(count): needs so many devices")
     config.addinivalue_line("markers", "needs(module): needs a package that the library does not")
     config.addinivalue_line("markers", "fixed: all cases run where others are chosen")
-    config.addinivalue_line("markers", "few(count): so many cases run where others are chosen")
     config.addinivalue_line("markers", "nightly: runs in the nightly set alone")
     config.addinivalue_line("markers", "numbers: holds what kernels compute, whatever JAX it is")
     config.stash[NOT_APPLICABLE] = defaultdict(list)
