@@ -460,6 +460,13 @@ struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_sample: Tokens drawn from logits by `options`: temperature, top_k (infinite for none),
+ * top_p (1 for none) and min_p (0 for none); and their log-probabilities at the temperature.
+ * `key` has the bits of a key of threefry2x32, of which each step has its own noise. (logits,
+ * key, step, options) -> (token, logp). */
+struct XLA_FFI_Error* xentile_sample_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_sample_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_scale: x times the factor of each token; nothing is touched in place where every
  * factor is 1. (x, factor) -> (scaled). */
 struct XLA_FFI_Error* xentile_scale_host(struct XLA_FFI_CallFrame* call_frame);

@@ -90,11 +90,14 @@ def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
     return is_usable(params, config, batch)
 
 
+def is_hopper(device: Any) -> bool:
+    """Returns whether a GPU is Hopper's."""
+    return getattr(device, "compute_capability", None) == "9.0"
+
+
 def is_large_hopper(device: Any) -> bool:
     """Returns whether a GPU is Hopper's, with a multiprocessor for each CTA: they run at once."""
-    if getattr(device, "compute_capability", None) != "9.0":
-        return False
-    return int(getattr(device, "core_count", CTAS)) >= CTAS
+    return is_hopper(device) and int(getattr(device, "core_count", CTAS)) >= CTAS
 
 
 def packed_shape(config: DecoderConfig) -> tuple[int, int]:
