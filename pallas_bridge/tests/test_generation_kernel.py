@@ -41,17 +41,9 @@ LENGTH = 2048
 
 def config_of(name: str, layers: int = 2) -> DecoderConfig:
     """A config with the dimensions that the kernel has of a model."""
-    hidden_size, heads, head_dim, mlp_size, qk_norm = kernel.DIMENSIONS[name]
-    return dataclasses.replace(
-        CONFIG,
-        layers=layers,
-        hidden_size=hidden_size,
-        heads=heads,
-        head_dim=head_dim,
-        mlp_size=mlp_size,
-        qk_norm=qk_norm,
-        rope_scaling=None if qk_norm else Llama3Scaling(32.0, 1.0, 4.0, 8192),
-    )
+    dims = kernel.DIMENSIONS[name]
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192) if "Llama" in name else None
+    return dataclasses.replace(CONFIG, layers=layers, rope_scaling=scaling, **dims._asdict())
 
 
 LIBRARY_NAMES = {
@@ -60,9 +52,11 @@ LIBRARY_NAMES = {
     "Llama-3.2-1B": "LLAMA_SMALL",
     "Qwen3-8B": "QWEN3_LARGE",
     "Llama-3.1-8B, Mistral-7B": "LLAMA_LARGE",
+    "Qwen2.5-0.5B": "QWEN2_SMALL",
 }
 LLAMA = config_of("Llama-3.2-1B", 1)
 QWEN3 = config_of("Qwen3-1.7B", 1)
+QWEN2 = config_of("Qwen2.5-0.5B", 1)
 
 on_hopper = pytest.mark.only("cuda", "the kernel is for GPUs")
 
@@ -121,7 +115,37 @@ def test_packed_weights_are_the_matrices(config: DecoderConfig) -> None:
     np.testing.assert_array_equal(found, right)
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3], ids=["small", "llama", "qwen3"])
+def whole_heads(matrix: np.ndarray, heads: list[int], axis: int) -> np.ndarray:
+    """Heads of 64 rows or columns, -1 for zeros."""
+    empty = np.zeros_like(np.take(matrix, range(64), axis))
+    parts = [
+        empty if head < 0 else np.take(matrix, range(64 * head, 64 * head + 64), axis)
+        for head in heads
+    ]
+    return np.concatenate(parts, axis)
+
+
+def filled_up(config: DecoderConfig, layers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Matrices with the zeros and copies that the kernel for Qwen2.5-0.5B reads, written out."""
+    if config != QWEN2:
+        return layers
+    first = [0, 4, -1, -1, 1, 5, -1, -1, 2, 6, -1, -1, 3, -1, -1, -1]
+    queries = [*first, *(head if head < 0 else 7 + head for head in first)]
+    keys_and_values = [14] * 4 + [15] * 4 + [16] * 4 + [17] * 4
+    qkv = whole_heads(layers["qkv"], [*queries, *keys_and_values], 1)
+    halves = layers["gate_up"].reshape(1, 2, 4864, 896)
+    gate_up = np.pad(halves, ((0, 0), (0, 0), (0, 256), (0, 128)))
+    return {
+        "qkv": np.pad(qkv, ((0, 0), (0, 0), (0, 128))),
+        "out": np.pad(whole_heads(layers["out"], queries, 2), ((0, 0), (0, 128), (0, 0))),
+        "gate_up": gate_up.reshape(1, -1, 1024),
+        "down": np.pad(layers["down"], ((0, 0), (0, 128), (0, 256))),
+    }
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, LLAMA, QWEN3, QWEN2], ids=["small", "llama", "qwen3", "qwen2"]
+)
 def test_packed_weights_are_where_the_kernel_reads_them(
     config: DecoderConfig, rng: np.random.Generator
 ) -> None:
@@ -129,7 +153,8 @@ def test_packed_weights_are_where_the_kernel_reads_them(
     params = numbered(config)
     packed = np.asarray(kernel.pack_weights(params, config))
     layers = {name: np.asarray(one) for name, one in params["layers"].items()}
-    mlp = config.mlp_size
+    layers = filled_up(config, layers)
+    hidden_size, mlp = layers["qkv"].shape[2], layers["gate_up"].shape[1] // 2
     # Matrices [L, M, O, I] in their order, M of them by turns, and whether all rows of a CTA are
     # side by side.
     orders = [
@@ -161,7 +186,8 @@ def test_packed_weights_are_where_the_kernel_reads_them(
         column = ((warp * parts[which] + part) * 2 + tile) * 32 + t * 8
         right = matrix[layer, turn, row, column : column + 8]
         np.testing.assert_array_equal(packed[stage, at : at + 8], right)
-    head, count = np.asarray(params["embedding"]), config.hidden_size // 1024
+    head, count = np.asarray(params["embedding"]), hidden_size // 1024
+    head = np.pad(head, ((0, 0), (0, hidden_size - config.hidden_size)))
     tile, g, warp, t, part, half = 77, 3, 11, 2, count - 1, 1
     at = (((warp * 2 + half) * 8 + g) * 4 + t) * 8
     column = ((warp * count + part) * 2 + half) * 32 + t * 8

@@ -348,6 +348,7 @@ fn token() {
         head_dim: 128,
         mlp_size: 3072,
         qk_norm: true,
+        qkv_bias: false,
     };
     let step = DecodeStep::new(small, extents, 1e-6).unwrap();
     let (some, float) = (at(0x10_000), at(0x10_000).cast::<f32>());
@@ -355,6 +356,7 @@ fn token() {
         packed: some,
         embedding: some,
         attention_norm: some,
+        qkv_bias: some,
         q_norm: some,
         k_norm: some,
         mlp_norm: some,

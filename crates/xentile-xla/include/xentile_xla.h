@@ -210,9 +210,9 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
 
 /* xentile_decode_step: Logits after one token of each sequence of a decoder, the most probable
  * next token and its log-probability. The cache is updated in place. `state` is zeros before the
- * first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
- * sines, token, position, keys, values, state) -> (logits, next_token, next_logp, new_keys,
- * new_values, new_state). */
+ * first call. (packed, embedding, attention_norm, qkv_bias, q_norm, k_norm, mlp_norm, norm,
+ * cosines, sines, token, position, keys, values, state) -> (logits, next_token, next_logp,
+ * new_keys, new_values, new_state). */
 struct XLA_FFI_Error* xentile_decode_step_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_decode_step_cuda(struct XLA_FFI_CallFrame* call_frame);
 
