@@ -1,11 +1,13 @@
 """A step of a decoder and a prompt, by this package and by XLA, and reading the weights alone.
 
-    python benches/decoding.py [--json FILE] [--model NAME] [--batch B ..] [--prompt T]
+    python benches/decoding.py [--json FILE] [--model NAME] [--batch B ..] [--prompt T] [--samplers]
 
 Weights are random, in bfloat16. `step` is `decode_step` at 1000 positions as users call it, packed
 weights included, and `prompt` is `prefill` of one sequence; `xla` and `xla prompt` are the same
 programs with XLA's products and its updates of the cache. `read` reads as many bytes as weights and
 the cache's 1000 positions have and no more: on CPUs by a thread a core, elsewhere by XLA.
+`--samplers` times a token of `generate` after a prompt of T instead, greedy and by samplers: the
+difference of 17 and 273 tokens, which take one block of steps and 17.
 """
 
 import os
@@ -25,6 +27,14 @@ from pallas_bridge._src.generation import model as program
 from pallas_bridge import generation
 
 POSITIONS = 1000
+# Options of `generate`, and how many tokens it makes.
+SAMPLERS: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top-k": {"temperature": 0.8, "top_k": 50},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+}
+COUNTS = (17, 273)
 
 
 def reader(moved: int) -> Start:
@@ -78,12 +88,34 @@ def measure(config: Any, batch: int, prompt: int, seconds: float) -> Row:
     return row | {"bytes": weights + cached}
 
 
+def measure_samplers(config: Any, batch: int, prompt: int, seconds: float) -> Row:
+    """Measures a token of `generate` by each sampler in turns."""
+    init = partial(generation.init_params, config, dtype=jnp.bfloat16)
+    params = generation.pack(jax.jit(init)(), config)
+    text = jnp.zeros((batch, prompt), jnp.int32)
+
+    def time_token(options: Any) -> float:
+        short, long = (
+            harness.timed_call(
+                lambda n=n: generation.generate(params, config, text, max_new_tokens=n, **options)
+            )[0]
+            for n in COUNTS
+        )
+        return (long - short) / (COUNTS[1] - COUNTS[0])
+
+    turns = {name: partial(time_token, options) for name, options in SAMPLERS.items()}
+    times = harness.in_turns(turns, least=5, seconds=seconds)
+    row: Row = {**harness.compared_times(times, 1, "greedy", "greedy")}
+    return row
+
+
 def main() -> int:
     """Measures, prints a table and writes JSON after every row."""
     parser = harness.parser(__doc__, seconds=10)
     parser.add_argument("--model", default="qwen3-0.6b", help="a preset of examples/generate")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=512, metavar="T")
+    parser.add_argument("--samplers", action="store_true", help="a token of `generate` by samplers")
     options = parser.parse_args()
     sys.path.append(str(harness.ROOT / "examples"))
     from generate.presets import PRESETS
@@ -97,9 +129,14 @@ def main() -> int:
                 "batch": batch,
                 "prompt_tokens": options.prompt,
             }
-            yield of, partial(measure, config, batch, options.prompt, options.seconds)
+            run = measure_samplers if options.samplers else measure
+            yield of, partial(run, config, batch, options.prompt, options.seconds)
 
-    names = ("step", "xla", "read", "prompt", "xla prompt")
+    names, compared, baseline, ratio = (
+        (tuple(SAMPLERS), tuple(SAMPLERS)[1:], "greedy", "greedy")
+        if options.samplers
+        else (("step", "xla", "read", "prompt", "xla prompt"), ("step", "xla"), "read", "reads")
+    )
 
     def texts(row: Row) -> list[str]:
         times = [harness.milliseconds_of(row, name) for name in names]
@@ -107,10 +144,11 @@ def main() -> int:
             row["model"],
             str(row["batch"]),
             *times,
-            *harness.ratios_of(row, ("step", "xla"), "reads"),
+            *harness.ratios_of(row, compared, ratio),
         ]
 
-    heads = ["model", "sequences", *(f"{name} ms" for name in names), "step / read", "xla / read"]
+    heads = ["model", "sequences", *(f"{name} ms" for name in names)]
+    heads += [f"{name} / {baseline}" for name in compared]
     return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
 
 

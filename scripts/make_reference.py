@@ -202,6 +202,7 @@ OPERATIONS = (
     "linear",
     "qk_norm_rope",
     "rms_norm",
+    "sample",
     "scale",
 )
 # What stands for lists of dtypes.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pallas_bridge._src.generation import generate as program
-from pallas_bridge._src.generation import kernel, model
+from pallas_bridge._src.generation import kernel, model, sampling, sampling_kernel
 from pallas_bridge.generation import (
     Cache,
     DecoderConfig,
@@ -41,17 +41,9 @@ LENGTH = 2048
 
 def config_of(name: str, layers: int = 2) -> DecoderConfig:
     """A config with the dimensions that the kernel has of a model."""
-    hidden_size, heads, head_dim, mlp_size, qk_norm = kernel.DIMENSIONS[name]
-    return dataclasses.replace(
-        CONFIG,
-        layers=layers,
-        hidden_size=hidden_size,
-        heads=heads,
-        head_dim=head_dim,
-        mlp_size=mlp_size,
-        qk_norm=qk_norm,
-        rope_scaling=None if qk_norm else Llama3Scaling(32.0, 1.0, 4.0, 8192),
-    )
+    dims = kernel.DIMENSIONS[name]
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192) if "Llama" in name else None
+    return dataclasses.replace(CONFIG, layers=layers, rope_scaling=scaling, **dims._asdict())
 
 
 LIBRARY_NAMES = {
@@ -60,9 +52,11 @@ LIBRARY_NAMES = {
     "Llama-3.2-1B": "LLAMA_SMALL",
     "Qwen3-8B": "QWEN3_LARGE",
     "Llama-3.1-8B, Mistral-7B": "LLAMA_LARGE",
+    "Qwen2.5-0.5B": "QWEN2_SMALL",
 }
 LLAMA = config_of("Llama-3.2-1B", 1)
 QWEN3 = config_of("Qwen3-1.7B", 1)
+QWEN2 = config_of("Qwen2.5-0.5B", 1)
 
 on_hopper = pytest.mark.only("cuda", "the kernel is for GPUs")
 
@@ -121,7 +115,37 @@ def test_packed_weights_are_the_matrices(config: DecoderConfig) -> None:
     np.testing.assert_array_equal(found, right)
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3], ids=["small", "llama", "qwen3"])
+def whole_heads(matrix: np.ndarray, heads: list[int], axis: int) -> np.ndarray:
+    """Heads of 64 rows or columns, -1 for zeros."""
+    empty = np.zeros_like(np.take(matrix, range(64), axis))
+    parts = [
+        empty if head < 0 else np.take(matrix, range(64 * head, 64 * head + 64), axis)
+        for head in heads
+    ]
+    return np.concatenate(parts, axis)
+
+
+def filled_up(config: DecoderConfig, layers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Matrices with the zeros and copies that the kernel for Qwen2.5-0.5B reads, written out."""
+    if config != QWEN2:
+        return layers
+    first = [0, 4, -1, -1, 1, 5, -1, -1, 2, 6, -1, -1, 3, -1, -1, -1]
+    queries = [*first, *(head if head < 0 else 7 + head for head in first)]
+    keys_and_values = [14] * 4 + [15] * 4 + [16] * 4 + [17] * 4
+    qkv = whole_heads(layers["qkv"], [*queries, *keys_and_values], 1)
+    halves = layers["gate_up"].reshape(1, 2, 4864, 896)
+    gate_up = np.pad(halves, ((0, 0), (0, 0), (0, 256), (0, 128)))
+    return {
+        "qkv": np.pad(qkv, ((0, 0), (0, 0), (0, 128))),
+        "out": np.pad(whole_heads(layers["out"], queries, 2), ((0, 0), (0, 128), (0, 0))),
+        "gate_up": gate_up.reshape(1, -1, 1024),
+        "down": np.pad(layers["down"], ((0, 0), (0, 128), (0, 256))),
+    }
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, LLAMA, QWEN3, QWEN2], ids=["small", "llama", "qwen3", "qwen2"]
+)
 def test_packed_weights_are_where_the_kernel_reads_them(
     config: DecoderConfig, rng: np.random.Generator
 ) -> None:
@@ -129,7 +153,8 @@ def test_packed_weights_are_where_the_kernel_reads_them(
     params = numbered(config)
     packed = np.asarray(kernel.pack_weights(params, config))
     layers = {name: np.asarray(one) for name, one in params["layers"].items()}
-    mlp = config.mlp_size
+    layers = filled_up(config, layers)
+    hidden_size, mlp = layers["qkv"].shape[2], layers["gate_up"].shape[1] // 2
     # Matrices [L, M, O, I] in their order, M of them by turns, and whether all rows of a CTA are
     # side by side.
     orders = [
@@ -161,7 +186,8 @@ def test_packed_weights_are_where_the_kernel_reads_them(
         column = ((warp * parts[which] + part) * 2 + tile) * 32 + t * 8
         right = matrix[layer, turn, row, column : column + 8]
         np.testing.assert_array_equal(packed[stage, at : at + 8], right)
-    head, count = np.asarray(params["embedding"]), config.hidden_size // 1024
+    head, count = np.asarray(params["embedding"]), hidden_size // 1024
+    head = np.pad(head, ((0, 0), (0, hidden_size - config.hidden_size)))
     tile, g, warp, t, part, half = 77, 3, 11, 2, count - 1, 1
     at = (((warp * 2 + half) * 8 + g) * 4 + t) * 8
     column = ((warp * count + part) * 2 + half) * 32 + t * 8
@@ -387,14 +413,91 @@ def test_the_loop_runs_the_kernel() -> None:
     params = draw_params(CONFIG)
     assert kernel.is_usable(params, CONFIG, 8) and not kernel.is_usable(params, CONFIG, 9)
     assert not kernel.is_usable(in_float32(params), CONFIG, 1)
-    lowered = program._generate.lower(
-        (CONFIG, 16, True),
-        params,
-        jnp.zeros((1, 32), jnp.int32),
-        jnp.array([5]),
-        jnp.array([0]),
-        program.check_sampling(0.0, None, None, None),
-        jnp.zeros(0, jnp.int32),
-        None,
-    )
-    assert kernel.TARGET in lowered.as_text()
+    for temperature in (0.0, 1.0):
+        lowered = program._generate.lower(
+            (CONFIG, 16, True, True),
+            params,
+            jnp.zeros((1, 32), jnp.int32),
+            jnp.array([5]),
+            jnp.array([0]),
+            program.check_sampling(temperature, None, None, None),
+            jnp.zeros(0, jnp.int32),
+            None,
+        )
+        assert kernel.TARGET in lowered.as_text()
+        assert (sampling_kernel.TARGET in lowered.as_text()) == (temperature > 0)
+
+
+def draw(logits: Any, seeds: Any, step: int, has_kernel: bool, **options: Any) -> tuple[Any, Any]:
+    """A token of each row and its log-probability, by the kernel that draws or by XLA."""
+    given = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, **options}
+
+    def run(logits: Any, seeds: Any, given: Any) -> tuple[Any, Any]:
+        sampler = sampling.make_sampler(seeds, sampling.Sampling(**given), has_kernel)
+        return sampler(logits, jnp.full(seeds.shape, step))
+
+    found: tuple[Any, Any] = jax.jit(run)(logits, jnp.asarray(seeds), given)
+    return found
+
+
+def test_the_call_that_draws_is_as_declared() -> None:
+    def run(logits: Any, seeds: Any) -> Any:
+        options = sampling.Sampling(0.7, None, 0.9, None)
+        return sampling.make_sampler(seeds, options, True)(logits, seeds)
+
+    traced = jax.jit(run).trace(jnp.zeros((3, 50), jnp.bfloat16), jnp.zeros(3, jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (line for line in text.splitlines() if sampling_kernel.TARGET in line)
+    arrays = "tensor<3x50xf32>, tensor<3x2xi32>, tensor<3xi32>, tensor<4xf32>"
+    assert f"({arrays}) -> (tensor<3xi32>, tensor<3xf32>)" in line
+
+
+DRAWS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"temperature": 3.0, "top_p": 0.999, "min_p": 1e-4},
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("vocab", [20, 4099, 151_936, 2**18])
+def test_the_kernel_draws_what_xla_draws(rng: np.random.Generator, vocab: int) -> None:
+    logits = jnp.asarray(rng.normal(size=(24, vocab)), jnp.float32)
+    logits *= jnp.repeat(jnp.asarray([0.02, 1.5, 6.0]), 8)[:, None]
+    # Half of the rows have many equal logits.
+    logits = logits.at[::2].set(jnp.round(4 * logits[::2]) / 4)
+    seeds = rng.integers(-(2**31), 2**31, 24)
+    same = 0
+    for step, options in enumerate(DRAWS):
+        tokens, logps = draw(logits, seeds, step, True, **options)
+        right, right_logps = draw(logits, seeds, step, False, **options)
+        # Two sums of a logit and noise may be as near to each other as rounding.
+        is_same = np.asarray(tokens == right)
+        same += is_same.sum()
+        np.testing.assert_allclose(logps[is_same], right_logps[is_same], atol=1e-4)
+        # A row depends on no other: in another order, with other rows, with other clusters.
+        for rows in (slice(None, None, -1), slice(5, 8)):
+            others, other_logps = draw(logits[rows], seeds[rows], step, True, **options)
+            assert (others == tokens[rows]).all() and (other_logps == logps[rows]).all()
+    assert same >= 24 * len(DRAWS) - 1
+
+
+@on_hopper
+def test_the_kernel_leaves_out_what_options_do(rng: np.random.Generator) -> None:
+    """Tokens of 20,000 draws, whose noise is larger the lower the temperature of truncation."""
+    vocab, count = 5003, 20_000
+    logits = jnp.asarray(rng.permutation(vocab), jnp.float32) * 1e-3
+    rows = jnp.broadcast_to(logits, (count, vocab))
+    p = np.sort(np.exp(np.asarray(logits, np.float64)))[::-1]
+    kept = {
+        "top_k": (77, 77),
+        "top_p": (0.1, int((np.cumsum(p) < 0.1 * p.sum()).sum()) + 1),
+        "min_p": (float(p[60] / p[0]) * 0.9999, 61),
+    }
+    for name, (value, most) in kept.items():
+        tokens, _ = draw(rows, rng.integers(0, 2**31, count), 3, True, **{name: value})
+        ranks = vocab - 1 - np.round(np.asarray(logits[tokens]) * 1e3)
+        # All that are kept are drawn, but for a few where many are.
+        assert ranks.max() < most and np.unique(ranks).size > 0.95 * most

@@ -120,6 +120,7 @@ TIMED = [
     ("jax_fp8.py", "--shapes 16x128 --cases block_1d swiglu --tails heavy", ["copy", "ours"]),
     ("distillation.py", "--shapes 16x8x8x50", ["gemms", "ours", "dense"]),
     ("decoding.py", "--model test --batch 1 --prompt 9", ["step", "xla", "read", "prompt"]),
+    ("decoding.py", "--model test --batch 1 --prompt 9 --samplers", ["greedy", "top-k", "top-p"]),
     ("ring_attention.py", "--shapes 64x4x2x64", ["one", "ordered", "zigzag"]),
 ]
 

@@ -54,6 +54,7 @@ struct alignas(128) DecodeStepArguments {
   const void* packed;          // stages of all layers, then of the head, each of all CTAs
   const void* embedding;       // [vocab, hidden]
   const void* attention_norm;  // [layers, hidden]
+  const void* qkv_bias;        // [layers, (query heads + 2 KV heads) * head], where there are biases
   const void* q_norm;          // [layers, 128]
   const void* k_norm;          // [layers, 128]
   const void* mlp_norm;        // [layers, hidden]

@@ -20,5 +20,6 @@ DECODE_STEP_WIDE_OF(qwen3_medium, Qwen3Medium)
 DECODE_STEP_WIDE_OF(llama_small, LlamaSmall)
 DECODE_STEP_WIDE_OF(qwen3_large, Qwen3Large)
 DECODE_STEP_WIDE_OF(llama_large, LlamaLarge)
+DECODE_STEP_WIDE_OF(qwen2_small, Qwen2Small)
 
 #endif

@@ -14,6 +14,10 @@
 //   barrier.
 // - Rows of gate and up follow each other, so that what is inside the MLP is sent block by block.
 // - Attention: two teams of 8 warps have the sequences by turns.
+//
+// Dimensions that are no multiples of these are filled up: packed matrices have zeros behind the
+// columns and rows of the model. A model with fewer than 8 KV heads has each of them several times,
+// with a part of its query heads each, and heads of zeros; the cache has every KV head once.
 #pragma once
 
 #include "decode_step_common.cuh"
@@ -21,15 +25,20 @@
 namespace xentile::decode_step::wide {
 
 // Hidden columns, query heads, columns of a head, columns inside the MLP, and whether queries and
-// keys have norms. There are 8 KV heads, one for each 16 CTAs.
-template <int kHiddenSize, int kQueryHeads, int kHeadSize, int kMlpSize, bool kHasNorms>
+// keys have norms. There are 8 KV heads, one for each 16 CTAs. Of the model itself: hidden columns,
+// KV heads, and query heads of each where they have biases, or 0.
+template <int kHiddenSize, int kQueryHeads, int kHeadSize, int kMlpSize, bool kHasNorms,
+          int kModelColumns = kHiddenSize, int kModelKvHeads = kCtas / kSplits, int kModelGroup = 0>
 struct Dims {
+  static constexpr int kColumns = kModelColumns, kCacheHeads = kModelKvHeads;
+  static constexpr int kBiasGroup = kModelGroup;
   static constexpr int kHidden = kHiddenSize, kHeads = kQueryHeads, kHead = kHeadSize;
   static constexpr int kMlp = kMlpSize, kKvHeads = kCtas / kSplits;
   static constexpr bool kHeadNorms = kHasNorms;
   static_assert(kHidden % 1024 == 0 && kHidden <= 4096 && kMlp % 1024 == 0);
   static_assert(kHead == 128 || (kHead == 64 && !kHeadNorms));
   static_assert(kHeads == 2 * kKvHeads || kHeads == 4 * kKvHeads);
+  static_assert(kColumns % 8 == 0 && kColumns <= kHidden && kKvHeads % kCacheHeads == 0);
 };
 
 using Qwen3Small = Dims<1024, 16, 128, 3072, true>;
@@ -37,6 +46,8 @@ using Qwen3Medium = Dims<2048, 16, 128, 6144, true>;
 using LlamaSmall = Dims<2048, 32, 64, 8192, false>;
 using Qwen3Large = Dims<4096, 32, 128, 12288, true>;
 using LlamaLarge = Dims<4096, 32, 128, 14336, false>;
+// Of 896 columns, 14 query heads, 2 KV heads, and 4864 columns inside the MLP.
+using Qwen2Small = Dims<1024, 32, 64, 5120, false, 896, 2, 7>;
 
 // Outputs of a block of rows, each of which four lanes add up.
 inline constexpr int kOutputs = kConsumers / 4;
@@ -48,6 +59,9 @@ struct Plan : Of {
   static constexpr int kGroup = Of::kHeads / Of::kKvHeads;
   static constexpr int kQuery = Of::kHeads * Of::kHead, kKv = Of::kKvHeads * Of::kHead;
   static constexpr int kQkv = kQuery + 2 * kKv;
+  // KV heads of a kernel that are one of the cache, and columns of a position of the cache.
+  static constexpr int kShare = Of::kKvHeads / Of::kCacheHeads;
+  static constexpr int kCacheRow = Of::kCacheHeads * Of::kHead;
   // Groups of 8 rows of a CTA, and parts of 1024 columns.
   static constexpr int kQkvGroups = kQkv / kCtas / 8, kOutGroups = Of::kHidden / kCtas / 8;
   static constexpr int kMlpGroups = Of::kMlp / kCtas / 8;
@@ -151,7 +165,7 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
           const int row = first + stage * P::kKeys;
 #pragma unroll
           for (int half = 0; half < P::kHead / 64; ++half) {
-            const int column = kv_head * P::kHead + half * 64;
+            const int column = kv_head / P::kShare * P::kHead + half * 64;
             const uint32_t at = to + half * P::kHalfBytes;
             ptx::tensor_load(at, a.key_boxes, column, row, barrier);
             ptx::tensor_load(at + kStageBytes / 2, a.value_boxes, column, row, barrier);
@@ -264,6 +278,33 @@ __device__ inline Output output_of(int warp, int lane) {
           (rest & 3) * 2 + ((output >> 1) & 1)};
 }
 
+// Eight elements of bf16 of a row of the model's columns; zeros behind these.
+template <class P>
+__device__ inline uint4 load_columns(const void* row, int column) {
+  if (P::kColumns < P::kHidden && column >= P::kColumns) return make_uint4(0, 0, 0, 0);
+  return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(row) + column);
+}
+
+// The bias of a row of queries, keys and values of a layer; 0 of heads of zeros.
+template <class P>
+__device__ inline float qkv_bias(const void* biases, int layer, int row) {
+  constexpr int kGroup = P::kBiasGroup, kQueryHeads = kGroup * P::kCacheHeads;
+  int head = row / P::kHead;
+  if (head < P::kHeads) {
+    // Query head i of a KV head is the (i / kShare)th of its (i % kShare)th copy.
+    const int kv_head = head / P::kGroup;
+    const int i = kv_head % P::kShare + P::kShare * (head % P::kGroup);
+    if (i >= kGroup) return 0.0f;
+    head = kv_head / P::kShare * kGroup + i;
+  } else {
+    // The copies of keys' heads are all before those of values.
+    head = kQueryHeads + (head - P::kHeads) / P::kShare;
+  }
+  constexpr int kRows = (kQueryHeads + 2 * P::kCacheHeads) * P::kHead;
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(
+      biases)[layer * kRows + head * P::kHead + row % P::kHead]);
+}
+
 // Eight elements of bf16, times weights of a norm.
 __device__ inline uint4 scaled(const float (&x)[8], const uint4& norm) {
   return make_uint4(pack(x[0] * low_float(norm.x), x[1] * high_float(norm.x)),
@@ -285,8 +326,7 @@ struct Normed {
     uint4 norms[P::kHiddenParts];
 #pragma unroll
     for (int part = 0; part < P::kHiddenParts; ++part)
-      norms[part] = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(norm) +
-                                                    w.template column<P::kHiddenParts>(part));
+      norms[part] = load_columns<P>(norm, w.template column<P::kHiddenParts>(part));
     float squares[P::kQuads] = {};
 #pragma unroll
     for (int i = 0; i < kCount; i += kAtOnce) {
@@ -310,10 +350,9 @@ struct Normed {
         for (int j = 0; j < kAtOnce; ++j) {
           const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
           const int token = w.template at<Row>(P::kRowsAt)[w.sequence(quad, a.batch)].token;
-          const uint4 pair = *reinterpret_cast<const uint4*>(
-              static_cast<const __nv_bfloat16*>(a.embedding) +
-              static_cast<size_t>(token) * P::kHidden +
-              w.template column<P::kHiddenParts>(part));
+          const uint4 pair = load_columns<P>(static_cast<const __nv_bfloat16*>(a.embedding) +
+                                                 static_cast<size_t>(token) * P::kColumns,
+                                             w.template column<P::kHiddenParts>(part));
           const uint32_t words[4] = {pair.x, pair.y, pair.z, pair.w};
 #pragma unroll
           for (int k = 0; k < 8; ++k) found[j][k] = k & 1 ? high_float(words[k / 2]) : low_float(words[k / 2]);
@@ -342,7 +381,7 @@ struct Normed {
 template <class P>
 __device__ inline float norm_factor(const Consumer<P>& w, int sequence, float eps) {
   const float* squares = w.template at<float>(P::kSquaresAt) + sequence * kWarps + 4 * w.t;
-  return rsqrtf(sum_partials(squares) * (1.0f / P::kHidden) + eps);
+  return rsqrtf(sum_partials(squares) * (1.0f / P::kColumns) + eps);
 }
 
 // The GEMM of groups of 8 rows: `finish(block)` runs once all warps have left a block's sums.
@@ -375,7 +414,11 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
                                         int batch, Finish finish) {
   // Parts whose activations are polled at once.
   constexpr int kMost = P::kQuads == 1 ? 4 : 2;
-  constexpr int kAtOnce = kParts % kMost == 0 ? kMost : kParts % 3 == 0 ? 3 : 2;
+  constexpr int kAtOnce = kParts % kMost == 0  ? kMost
+                          : kParts % 3 == 0    ? 3
+                          : kParts % 2 == 0    ? 2
+                          : kParts <= kMost + 1 ? kParts
+                                               : 1;
   static_assert(kParts % kAtOnce == 0);
   float sums[P::kOutGroups][P::kQuads][4] = {};
 #pragma unroll 1
@@ -527,11 +570,12 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
   }
   const Row row = w.template at<Row>(P::kRowsAt)[s];
   constexpr int kChunks = P::kHead / 8;
-  if (!row.is_valid || lane >= 2 * kChunks) return;
+  if (!row.is_valid || lane >= 2 * kChunks || kv_head % P::kShare != 0) return;
   const bool is_value = lane >= kChunks;
   auto* const to = static_cast<__nv_bfloat16*>(is_value ? a.values : a.keys) +
-                   ((static_cast<size_t>(layer) * a.batch + s) * a.length + row.position) * P::kKv +
-                   kv_head * P::kHead + 8 * (lane % kChunks);
+                   ((static_cast<size_t>(layer) * a.batch + s) * a.length + row.position) *
+                       P::kCacheRow +
+                   kv_head / P::kShare * P::kHead + 8 * (lane % kChunks);
   *reinterpret_cast<uint4*>(to) =
       *reinterpret_cast<const uint4*>(of + is_value * P::kHead + 8 * (lane % kChunks));
 }
@@ -707,11 +751,11 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
   for (int block = 0; block < P::kOutBlocks; ++block) {
     const int group = block * P::kBlock + own.group;
-    if (is_there && group < P::kOutGroups)
+    const int column = (cta * P::kOutGroups + group) * 8 + own.row;
+    if (is_there && group < P::kOutGroups && (P::kColumns == kHidden || column < P::kColumns))
       residual[block] = __bfloat162float(
           static_cast<const __nv_bfloat16*>(
-              a.embedding)[static_cast<size_t>(rows[own.sequence].token) * kHidden +
-                           (cta * P::kOutGroups + group) * 8 + own.row]);
+              a.embedding)[static_cast<size_t>(rows[own.sequence].token) * P::kColumns + column]);
   }
   // Adds a block of a matrix's rows to residuals, and sends them.
   const auto add_residuals = [&](int block, int vector, uint32_t tag) {
@@ -732,17 +776,19 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
     const uint32_t tag = base + layer + 1;
     {
       Normed<P> x;
-      x.read(w, a, norms + static_cast<size_t>(layer) * kHidden,
+      x.read(w, a, norms + static_cast<size_t>(layer) * P::kColumns,
              layer == 0 ? nullptr : copy_of(P::kIn, kHidden), tag - 1);
       float factor = 0.0f;
       multiply_rows(w, x, P::kQkvGroups, a.batch, [&](int block) {
         if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
         const int group = block * P::kBlock + own.group;
         const float total = w.total();
-        if (is_there && group < P::kQkvGroups && w.t == 0)
-          write_packet(packets + P::kQkvAt + own.sequence * P::kQkv + (cta * P::kQkvGroups + group) * 8 +
-                  own.row,
-              total * factor, tag);
+        if (is_there && group < P::kQkvGroups && w.t == 0) {
+          const int row = (cta * P::kQkvGroups + group) * 8 + own.row;
+          float x = total * factor;
+          if constexpr (P::kBiasGroup != 0) x += qkv_bias<P>(a.qkv_bias, layer, row);
+          write_packet(packets + P::kQkvAt + own.sequence * P::kQkv + row, x, tag);
+        }
       });
     }
     attend(w, a, layer, tag);
@@ -751,7 +797,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
                                         [&](int block) { add_residuals(block, P::kMiddle, tag); });
     {
       Normed<P> x;
-      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * kHidden, copy_of(P::kMiddle, kHidden),
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * P::kColumns, copy_of(P::kMiddle, kHidden),
              tag);
       float factor = 0.0f;
       // Groups of gate and up by turns.
@@ -850,3 +896,4 @@ XENTILE_DECODE_STEP_NUMBERS(Qwen3Medium)
 XENTILE_DECODE_STEP_NUMBERS(LlamaSmall)
 XENTILE_DECODE_STEP_NUMBERS(Qwen3Large)
 XENTILE_DECODE_STEP_NUMBERS(LlamaLarge)
+XENTILE_DECODE_STEP_NUMBERS(Qwen2Small)

@@ -191,6 +191,13 @@ __device__ inline uint32_t in_cta(uint32_t address, uint32_t rank) {
   return mapped;
 }
 
+// Reads 8 bytes of a CTA of the cluster, at an address of `in_cta`.
+__device__ inline uint64_t load_in_cluster(uint32_t from) {
+  uint64_t word;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(from) : "memory");
+  return word;
+}
+
 // Writes 16 bytes into a CTA of the cluster, whose `barrier` counts them. Both are addresses of
 // `in_cta`.
 __device__ inline void send(uint32_t to, float4 value, uint32_t barrier) {

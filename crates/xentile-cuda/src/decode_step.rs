@@ -62,8 +62,19 @@ const fn dims(
     mlp_size: usize,
     qk_norm: bool,
 ) -> Dims {
-    Dims { hidden_size, heads, kv_heads: KV_HEADS, head_dim, mlp_size, qk_norm }
+    let kv_heads = KV_HEADS;
+    Dims { hidden_size, heads, kv_heads, head_dim, mlp_size, qk_norm, qkv_bias: false }
 }
+
+const QWEN2_SMALL: Dims = Dims {
+    hidden_size: 896,
+    heads: 14,
+    kv_heads: 2,
+    head_dim: 64,
+    mlp_size: 4864,
+    qk_norm: false,
+    qkv_bias: true,
+};
 
 const DECODERS: &[Decoder] = &[
     decoder!(
@@ -126,6 +137,19 @@ const DECODERS: &[Decoder] = &[
         LLAMA_LARGE_STATE_WORDS_4,
         LLAMA_LARGE_STATE_WORDS_8
     ),
+    // Copies in flight are not measured for it.
+    decoder!(
+        "Qwen2.5-0.5B",
+        "qwen2_small",
+        QWEN2_SMALL,
+        3,
+        1000,
+        QWEN2_SMALL_LAYER_STAGES,
+        QWEN2_SMALL_SHARED_BYTES_4,
+        QWEN2_SMALL_SHARED_BYTES_8,
+        QWEN2_SMALL_STATE_WORDS_4,
+        QWEN2_SMALL_STATE_WORDS_8
+    ),
 ];
 
 /// Dimensions of a decoder that a kernel is compiled for.
@@ -143,6 +167,8 @@ pub struct Dims {
     pub mlp_size: usize,
     /// Whether heads of queries and keys have norms.
     pub qk_norm: bool,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
 }
 
 /// Extents of the arrays of a call, in bf16.
@@ -178,6 +204,8 @@ pub struct Arrays {
     pub embedding: *const c_void,
     /// `[L, D]`, before attention.
     pub attention_norm: *const c_void,
+    /// `[L, (heads + 2 K) H]`, read where there are biases.
+    pub qkv_bias: *const c_void,
     /// `[L, H]`, read where heads have norms.
     pub q_norm: *const c_void,
     /// The same of keys.
@@ -265,7 +293,7 @@ impl DecodeStep {
     pub fn packed_rows(&self) -> usize {
         let [layers, vocab] = [self.layers, self.vocab].map(i32::unsigned_abs);
         layers as usize * self.decoder.layer_stages * CTAS
-            + (vocab as usize).div_ceil(8) * (self.decoder.dims.hidden_size / 1024)
+            + (vocab as usize).div_ceil(8) * self.decoder.dims.hidden_size.div_ceil(1024)
     }
 
     /// Loads the kernel, so that [`run`](Self::run) has only to launch it.
@@ -319,6 +347,7 @@ impl DecodeStep {
             packed: arrays.packed,
             embedding: arrays.embedding,
             attention_norm: arrays.attention_norm,
+            qkv_bias: arrays.qkv_bias,
             q_norm: arrays.q_norm,
             k_norm: arrays.k_norm,
             mlp_norm: arrays.mlp_norm,
@@ -403,7 +432,13 @@ mod tests {
         let ragged = Extents { layers: 1, vocab: 9, ..EXTENTS };
         assert_eq!(step(dims, ragged).packed_rows(), 15 * 128 + 2);
         for decoder in DECODERS {
-            let Dims { hidden_size, heads, kv_heads, head_dim, mlp_size, .. } = decoder.dims;
+            // The smallest decoder of Qwen 2.5 is filled up with zeros, and has copies of KV heads.
+            let Dims { hidden_size, heads, kv_heads, head_dim, mlp_size, .. } =
+                if decoder.dims == QWEN2_SMALL {
+                    super::dims(1024, 32, 64, 5120, false)
+                } else {
+                    decoder.dims
+                };
             let rows = (2 * heads + 2 * kv_heads) * head_dim + 3 * mlp_size;
             let elements = rows * hidden_size + 16 * hidden_size;
             let found = step(decoder.dims, ragged).packed_rows() * DecodeStep::STAGE_ELEMENTS;
@@ -421,6 +456,7 @@ mod tests {
         assert_eq!([5, 8].map(|batch| name(0, batch)), ["decode_step_qwen3_small_8"; 2]);
         assert_eq!([1, 4].map(|batch| name(2, batch)), ["decode_step_llama_small_4"; 2]);
         assert_eq!(name(4, 8), "decode_step_llama_large_8");
+        assert_eq!(name(5, 1), "decode_step_qwen2_small_4");
     }
 
     #[test]
@@ -440,8 +476,8 @@ mod tests {
         assert_eq!(
             message(Dims { heads: 32, ..dims }, EXTENTS),
             "no kernel is for a decoder of Dims { hidden_size: 1024, heads: 32, kv_heads: 8, head_dim: 128, \
-             mlp_size: 3072, qk_norm: true }; there are those of Qwen3-0.6B, Qwen3-1.7B, Llama-3.2-1B, \
-             Qwen3-8B, Llama-3.1-8B"
+             mlp_size: 3072, qk_norm: true, qkv_bias: false }; there are those of Qwen3-0.6B, Qwen3-1.7B, \
+             Llama-3.2-1B, Qwen3-8B, Llama-3.1-8B, Qwen2.5-0.5B"
         );
         assert_eq!(
             message(dims, Extents { batch: 9, ..EXTENTS }),

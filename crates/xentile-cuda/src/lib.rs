@@ -2,7 +2,7 @@
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
 //! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`],
-//! [`linear_attention`], [`norm`], [`optimizers`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! [`linear_attention`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and gets an error there that names what is missing.
@@ -39,6 +39,7 @@ pub mod optimizers;
 pub mod qk_norm_rope;
 pub mod rope;
 mod round;
+pub mod sample;
 pub mod scale;
 
 pub use device::{Device, Limits};

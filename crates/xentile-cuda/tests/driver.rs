@@ -21,6 +21,7 @@ use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
 use xentile_cuda::norm::{Backward, Forward, Norm, PartialSums, Weight};
+use xentile_cuda::sample::{self, Sample};
 use xentile_cuda::scale::Scale;
 
 /// The folder with the driver.
@@ -347,6 +348,7 @@ fn token() {
         head_dim: 128,
         mlp_size: 3072,
         qk_norm: true,
+        qkv_bias: false,
     };
     let step = DecodeStep::new(small, extents, 1e-6).unwrap();
     let (some, float) = (at(0x10_000), at(0x10_000).cast::<f32>());
@@ -354,6 +356,7 @@ fn token() {
         packed: some,
         embedding: some,
         attention_norm: some,
+        qkv_bias: some,
         q_norm: some,
         k_norm: some,
         mlp_norm: some,
@@ -421,4 +424,46 @@ fn all_ctas_of_a_token_run_at_once() {
         let text = printed_by("token", &[told]);
         assert!(text.contains(reason) && !text.contains("launch decode"), "{text}");
     }
+}
+
+#[test]
+#[ignore = "a test runs it, with a driver each"]
+fn draw() {
+    println!();
+    let some = at(0x10_000);
+    let arrays = sample::Arrays {
+        logits: at(0x20_000).cast(),
+        keys: some.cast(),
+        steps: some.cast(),
+        options: some.cast(),
+        tokens: some.cast(),
+        logps: some.cast(),
+    };
+    for (rows, vocab) in [(3, V), (2, 2049), (0, V)] {
+        // SAFETY: the driver that plays here touches no memory.
+        match unsafe { Sample::new(rows, vocab).unwrap().run(at(1), arrays) } {
+            Ok(()) => println!("done"),
+            Err(error) => println!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_cluster_draws_the_token_of_a_row() {
+    let text = printed_by("draw", &[]);
+    for line in [
+        "launch sample stream 1 grid 48 block 1024 shared 74184 cluster 16 first 0x20000 loads 1",
+        "launch sample stream 1 grid 4 block 1024 shared 40372 cluster 2 first 0x20000 loads 1",
+    ] {
+        assert!(text.lines().any(|one| one == line), "{line}\n{text}");
+    }
+    assert_eq!(text.lines().filter(|line| *line == "done").count(), 3, "{text}");
+    let text = printed_by("draw", &[("FAKE_CLUSTERS", "0")]);
+    let line =
+        "launch sample stream 1 grid 24 block 1024 shared 112096 cluster 8 first 0x20000 loads 1";
+    assert!(text.lines().any(|one| one == line), "{text}");
+    let text = printed_by("draw", &[("FAKE_CAPABILITY", "80")]);
+    let reason =
+        "fake 0 has compute capability 8.0; the kernel that draws tokens needs 9.0 or later";
+    assert!(text.contains(reason) && !text.contains("launch"), "{text}");
 }

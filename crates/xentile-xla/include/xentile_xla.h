@@ -210,9 +210,9 @@ struct XLA_FFI_Error* xentile_cross_entropy_distribution_backward_cuda(
 
 /* xentile_decode_step: Logits after one token of each sequence of a decoder, the most probable
  * next token and its log-probability. The cache is updated in place. `state` is zeros before the
- * first call. (packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines,
- * sines, token, position, keys, values, state) -> (logits, next_token, next_logp, new_keys,
- * new_values, new_state). */
+ * first call. (packed, embedding, attention_norm, qkv_bias, q_norm, k_norm, mlp_norm, norm,
+ * cosines, sines, token, position, keys, values, state) -> (logits, next_token, next_logp,
+ * new_keys, new_values, new_state). */
 struct XLA_FFI_Error* xentile_decode_step_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_decode_step_cuda(struct XLA_FFI_CallFrame* call_frame);
 
@@ -459,6 +459,13 @@ struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(struct XLA_FFI_CallFrame
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_sample: Tokens drawn from logits by `options`: temperature, top_k (infinite for none),
+ * top_p (1 for none) and min_p (0 for none); and their log-probabilities at the temperature.
+ * `key` has the bits of a key of threefry2x32, of which each step has its own noise. (logits,
+ * key, step, options) -> (token, logp). */
+struct XLA_FFI_Error* xentile_sample_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_sample_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_scale: x times the factor of each token; nothing is touched in place where every
  * factor is 1. (x, factor) -> (scaled). */

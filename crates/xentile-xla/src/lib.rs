@@ -28,6 +28,7 @@ mod linear_cross_entropy;
 mod norm;
 mod optimizers;
 mod rope;
+mod sample;
 mod scale;
 mod shapes;
 mod table;

@@ -13,6 +13,7 @@ mirror! {
         packed: *const c_void,
         embedding: *const c_void,
         attention_norm: *const c_void,
+        qkv_bias: *const c_void,
         q_norm: *const c_void,
         k_norm: *const c_void,
         mlp_norm: *const c_void,
@@ -69,4 +70,9 @@ numbers! {
     LLAMA_LARGE_SHARED_BYTES_8: u32 = kDecodeStepLlamaLargeSharedBytes8, 231936;
     LLAMA_LARGE_STATE_WORDS_4: usize = kDecodeStepLlamaLargeStateWords4, 571408;
     LLAMA_LARGE_STATE_WORDS_8: usize = kDecodeStepLlamaLargeStateWords8, 1142800;
+    QWEN2_SMALL_LAYER_STAGES: usize = kDecodeStepQwen2SmallLayerStages, 20;
+    QWEN2_SMALL_SHARED_BYTES_4: u32 = kDecodeStepQwen2SmallSharedBytes4, 222336;
+    QWEN2_SMALL_SHARED_BYTES_8: u32 = kDecodeStepQwen2SmallSharedBytes8, 225792;
+    QWEN2_SMALL_STATE_WORDS_4: usize = kDecodeStepQwen2SmallStateWords4, 239632;
+    QWEN2_SMALL_STATE_WORDS_8: usize = kDecodeStepQwen2SmallStateWords8, 479248;
 }

@@ -12,9 +12,9 @@ target_list! {
 
     super::DECODE_STEP: fn xentile_decode_step_cuda,
         initialize xentile_decode_step_cuda_initialize = decode_step(
-        packed, embedding, attention_norm, q_norm, k_norm, mlp_norm, norm, cosines, sines, token, position, keys,
-        values, state, logits, next_token, next_logp, new_keys, new_values, new_state, heads, mlp_size, qk_norm, eps,
-        context,
+        packed, embedding, attention_norm, qkv_bias, q_norm, k_norm, mlp_norm, norm, cosines, sines, token, position,
+        keys, values, state, logits, next_token, next_logp, new_keys, new_values, new_state, heads, mlp_size, qk_norm,
+        has_bias, eps, context,
     );
 }
 
@@ -26,6 +26,7 @@ fn decode_step(
     packed: Any,
     embedding: Any,
     attention_norm: Any,
+    qkv_bias: Any,
     q_norm: Any,
     k_norm: Any,
     mlp_norm: Any,
@@ -46,6 +47,7 @@ fn decode_step(
     heads: i64,
     mlp_size: i64,
     qk_norm: bool,
+    has_bias: bool,
     eps: f64,
     context: Context,
 ) -> Result {
@@ -68,14 +70,16 @@ fn decode_step(
             Error::invalid_argument(format!("attribute `{name}` is {value}; it must be at least 1"))
         })
     });
+    let (heads, mlp_size) = (heads?, mlp_size?);
     let dims =
-        Dims { hidden_size, heads: heads?, kv_heads, head_dim, mlp_size: mlp_size?, qk_norm };
+        Dims { hidden_size, heads, kv_heads, head_dim, mlp_size, qk_norm, qkv_bias: has_bias };
     let extents = Extents { layers, batch, vocab, length };
     let step = DecodeStep::new(dims, extents, eps as f32).map_err(failed)?;
     let cache = keys.dims();
     for (name, dims, right) in [
         ("packed", packed.dims(), &[step.packed_rows(), DecodeStep::STAGE_ELEMENTS][..]),
         ("attention_norm", attention_norm.dims(), &[layers, hidden_size]),
+        ("qkv_bias", qkv_bias.dims(), &[layers, (heads + 2 * kv_heads) * head_dim]),
         ("q_norm", q_norm.dims(), &[layers, head_dim]),
         ("k_norm", k_norm.dims(), &[layers, head_dim]),
         ("mlp_norm", mlp_norm.dims(), &[layers, hidden_size]),
@@ -103,6 +107,7 @@ fn decode_step(
         ("packed", packed),
         ("embedding", embedding),
         ("attention_norm", attention_norm),
+        ("qkv_bias", qkv_bias),
         ("q_norm", q_norm),
         ("k_norm", k_norm),
         ("mlp_norm", mlp_norm),
@@ -132,6 +137,7 @@ fn decode_step(
         packed: of(packed),
         embedding: of(embedding),
         attention_norm: of(attention_norm),
+        qkv_bias: of(qkv_bias),
         q_norm: of(q_norm),
         k_norm: of(k_norm),
         mlp_norm: of(mlp_norm),

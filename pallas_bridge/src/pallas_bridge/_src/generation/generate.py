@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array, is_traced
 from ..keywords import hinted
-from . import kernel
+from . import kernel, sampling_kernel
 from .cache import Cache, init_cache
 from .config import DecoderConfig
 from .model import (
@@ -25,7 +25,7 @@ from .model import (
     prefill,
 )
 from .parameters import Params, check_params
-from .sampling import Sampling, check_sampling, draw
+from .sampling import Sampling, check_sampling, make_sampler
 
 Array = jax.Array
 
@@ -156,7 +156,8 @@ def generate(
     has_kernel = kernel.is_packed(params, config, batch) or (
         max_new_tokens >= LEAST_TOKENS and kernel.is_usable(params, config, batch)
     )
-    static = config, int(max_new_tokens), has_kernel
+    has_sampler = sampling_kernel.is_usable(jax.tree.leaves(params), config.vocab_size)
+    static = config, int(max_new_tokens), has_kernel, has_sampler
     run = partial(_generate, static, params, tokens, lengths, seeds, sampling)
     found: Generated
     if on_tokens is None:
@@ -176,14 +177,15 @@ def generate(
     return found
 
 
-Static = tuple[DecoderConfig, int, bool]
+# The config, `max_new_tokens`, and whether there is a kernel of a step and one that draws.
+Static = tuple[DecoderConfig, int, bool, bool]
 
 
 @partial(jax.jit, static_argnums=0)
 def _generate(static: Static, *operands: Any) -> Generated:
     """Runs `_run` with the kernel where there is one, and without it on other platforms."""
-    config, max_new_tokens, has_kernel = static
-    run = partial(_run, (config, max_new_tokens, False))
+    config, max_new_tokens, has_kernel, has_sampler = static
+    run = partial(_run, (config, max_new_tokens, False, has_sampler))
     if not has_kernel:
         return run(*operands)
     found: Generated = jax.lax.platform_dependent(
@@ -202,7 +204,7 @@ def _run(
     stop_tokens: Array,
     listener: Any,
 ) -> Generated:
-    config, max_new_tokens, has_kernel = static
+    config, max_new_tokens, has_kernel, has_sampler = static
     batch, most = prompts.shape
     dtype = params["embedding"].dtype
     length = -(-(most + max_new_tokens) // LARGEST_PAGE) * LARGEST_PAGE
@@ -220,8 +222,10 @@ def _run(
         jnp.zeros((batch, max_new_tokens), jnp.float32),
     )
 
+    sampler = make_sampler(seeds, sampling, has_sampler)
+
     def choose(step: Any, logits: Array) -> tuple[Array, Array]:
-        return draw(logits, seeds, jnp.full(batch, step), sampling)
+        return sampler(logits, jnp.full(batch, step))
 
     def append(
         step: Any, drawn: tuple[Array, Array], found: Generated, has_ended: Array

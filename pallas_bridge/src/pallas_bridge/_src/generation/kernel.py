@@ -3,6 +3,7 @@
 `crates/xentile-cuda/kernels/decode_step.cuh` documents the kernel.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -21,18 +22,33 @@ CTAS, WARPS, ROWS, COLUMNS = 128, 16, 8, 1024
 STAGE = ROWS * COLUMNS
 # Copies of each vector that all CTAs read, and splits of the positions for each KV head.
 COPIES, SPLITS = 4, 16
-# The dimensions that it is compiled for, by the names of models that have them: hidden size, heads,
-# head size, MLP size and whether heads have norms. Layers, vocabulary and RoPE may be any.
-DIMENSIONS = {
-    "Qwen3-0.6B": (1024, 16, 128, 3072, True),
-    "Qwen3-1.7B": (2048, 16, 128, 6144, True),
-    "Llama-3.2-1B": (2048, 32, 64, 8192, False),
-    "Qwen3-8B": (4096, 32, 128, 12288, True),
-    "Llama-3.1-8B, Mistral-7B": (4096, 32, 128, 14336, False),
-}
+# KV heads of a step, each for 16 CTAs, and the most query heads of each.
+KV_HEADS, MOST_GROUP = 8, 4
 # The most sequences of a call.
 LARGEST_BATCH = 8
-KV_HEADS = 8
+
+
+class Dimensions(NamedTuple):
+    """Fields of a config that a kernel is compiled for; layers, vocabulary and RoPE may be any."""
+
+    hidden_size: int
+    heads: int
+    head_dim: int
+    mlp_size: int
+    qk_norm: bool
+    kv_heads: int = KV_HEADS
+    qkv_bias: bool = False
+
+
+# By the names of models that have them.
+DIMENSIONS = {
+    "Qwen3-0.6B": Dimensions(1024, 16, 128, 3072, True),
+    "Qwen3-1.7B": Dimensions(2048, 16, 128, 6144, True),
+    "Llama-3.2-1B": Dimensions(2048, 32, 64, 8192, False),
+    "Qwen3-8B": Dimensions(4096, 32, 128, 12288, True),
+    "Llama-3.1-8B, Mistral-7B": Dimensions(4096, 32, 128, 14336, False),
+    "Qwen2.5-0.5B": Dimensions(896, 14, 64, 4864, False, 2, True),
+}
 
 
 class Step(NamedTuple):
@@ -48,11 +64,9 @@ class Step(NamedTuple):
 
 def covers(config: DecoderConfig, batch: int = 1) -> bool:
     """Returns whether the kernel is for a config and so many sequences."""
-    names = ("hidden_size", "heads", "head_dim", "mlp_size", "qk_norm")
-    dims = tuple(getattr(config, name) for name in names)
-    is_plain = not config.qkv_bias and config.window is None
-    is_listed = dims in DIMENSIONS.values() and config.kv_heads == KV_HEADS
-    return is_plain and is_listed and 1 <= batch <= LARGEST_BATCH
+    dims = Dimensions(*(getattr(config, name) for name in Dimensions._fields))
+    is_listed = dims in DIMENSIONS.values() and config.window is None
+    return is_listed and 1 <= batch <= LARGEST_BATCH
 
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
@@ -90,18 +104,49 @@ def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
     return is_usable(params, config, batch)
 
 
+def is_hopper(device: Any) -> bool:
+    """Returns whether a GPU is Hopper's."""
+    return getattr(device, "compute_capability", None) == "9.0"
+
+
 def is_large_hopper(device: Any) -> bool:
     """Returns whether a GPU is Hopper's, with a multiprocessor for each CTA: they run at once."""
-    if getattr(device, "compute_capability", None) != "9.0":
-        return False
-    return int(getattr(device, "core_count", CTAS)) >= CTAS
+    return is_hopper(device) and int(getattr(device, "core_count", CTAS)) >= CTAS
 
 
 def packed_shape(config: DecoderConfig) -> tuple[int, int]:
     """Returns the shape of packed weights."""
+    config = filled_up(config)
     layer_stages = sum(rows * columns for rows, columns in _matrices(config)) // STAGE
     head_stages = -(-config.vocab_size // ROWS) * (config.hidden_size // COLUMNS)
     return config.layers * layer_stages + head_stages, STAGE
+
+
+def filled_up(config: DecoderConfig) -> DecoderConfig:
+    """Returns a config with the extents of packed matrices: multiples of those of a stage."""
+    hidden_size, mlp_size = (
+        -(-extent // COLUMNS) * COLUMNS for extent in (config.hidden_size, config.mlp_size)
+    )
+    is_shared = config.kv_heads != KV_HEADS
+    heads = KV_HEADS * MOST_GROUP if is_shared else config.heads
+    return dataclasses.replace(
+        config, hidden_size=hidden_size, mlp_size=mlp_size, heads=heads, kv_heads=KV_HEADS
+    )
+
+
+def head_places(config: DecoderConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which query head and which KV head of a config each head of packed matrices is.
+
+    -1 is a query head of zeros. Fewer than 8 KV heads are there several times, side by side; query
+    heads of one of them are dealt out to its copies by turns.
+    """
+    copies = KV_HEADS // config.kv_heads
+    group = config.heads // config.kv_heads
+    kv_head, copy = np.divmod(np.arange(KV_HEADS), copies)
+    size = filled_up(config).heads // KV_HEADS
+    within = copy[:, None] + copies * np.arange(size)
+    queries = np.where(within < group, kv_head[:, None] * group + within, -1)
+    return queries.ravel(), kv_head
 
 
 def _matrices(config: DecoderConfig) -> list[tuple[int, int]]:
@@ -142,8 +187,9 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
     CTA has consecutive rows of a matrix, those of gate and up 8 by 8 by turns, and tiles of 8 rows
     of the head by turns.
     """
-    layers = params["layers"]
-    gate_up = layers["gate_up"].reshape(config.layers, 2, config.mlp_size, -1)
+    layers = _fill_up(params["layers"], config)
+    hidden_size = filled_up(config).hidden_size
+    gate_up = layers["gate_up"]
     stages = [
         _stages(layers["qkv"][:, None]),
         _stages(layers["out"][:, None], by_columns=True),
@@ -151,8 +197,8 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
         _stages(layers["down"][:, None], by_columns=True),
     ]
     head = output_matrix(params, config)
-    head = jnp.pad(head, ((0, -head.shape[0] % ROWS), (0, 0)))
-    tiles = head.reshape(-1, ROWS, WARPS, config.hidden_size // COLUMNS, 2, 4, 8)
+    head = jnp.pad(head, ((0, -head.shape[0] % ROWS), (0, hidden_size - head.shape[1])))
+    tiles = head.reshape(-1, ROWS, WARPS, hidden_size // COLUMNS, 2, 4, 8)
     tiles = tiles.transpose(0, 3, 2, 4, 1, 5, 6)
     return jnp.concatenate(
         [jnp.concatenate(stages, axis=1).reshape(-1, STAGE), tiles.reshape(-1, STAGE)]
@@ -160,6 +206,40 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
 
 
 _pack = jax.jit(pack_weights, static_argnums=1)
+
+
+def _fill_up(layers: Params, config: DecoderConfig) -> Params:
+    """Returns matrices of layers with the extents of `filled_up`, `gate_up` as [L, 2, F, D]."""
+    whole = filled_up(config)
+    gate_up = layers["gate_up"].reshape(config.layers, 2, config.mlp_size, config.hidden_size)
+    if whole == config:
+        return {**layers, "gate_up": gate_up}
+
+    def padded(x: Array, *extents: int) -> Array:
+        """Fills up the last axes."""
+        fixed = x.ndim - len(extents)
+        more = (extent - size for extent, size in zip(extents, x.shape[fixed:], strict=True))
+        return jnp.pad(x, [(0, 0)] * fixed + [(0, one) for one in more])
+
+    def taken(x: Array, heads: np.ndarray, axis: int) -> Array:
+        """Takes heads, -1 for zeros, of `axis`."""
+        return jnp.take(x, jnp.asarray(heads), axis, mode="fill", fill_value=0)
+
+    queries, kv_heads = head_places(config)
+    d, f, size, count = whole.hidden_size, whole.mlp_size, config.head_dim, config.heads
+    # Of no head: behind all of them.
+    queries = np.where(queries < 0, count + 2 * config.kv_heads, queries)
+    rows = [queries, count + kv_heads, count + config.kv_heads + kv_heads]
+    qkv = layers["qkv"].reshape(config.layers, -1, size, config.hidden_size)
+    qkv = taken(qkv, np.concatenate(rows), 1).reshape(config.layers, -1, config.hidden_size)
+    out = layers["out"].reshape(config.layers, config.hidden_size, count, size)
+    out = taken(out, queries, 2).reshape(config.layers, config.hidden_size, -1)
+    return {
+        "qkv": padded(qkv, d),
+        "out": padded(out, d, out.shape[2]),
+        "gate_up": padded(gate_up, f, d),
+        "down": padded(layers["down"], d, f),
+    }
 
 
 def _stages(matrices: Array, by_columns: bool = False) -> Array:
@@ -183,11 +263,12 @@ def init_state(config: DecoderConfig, batch: int) -> Array:
 
 def state_words(config: DecoderConfig, batch: int) -> int:
     """Returns how many words of 4 bytes the state of a batch has."""
+    is_single = batch == 1 and config.hidden_size == COLUMNS
+    config = filled_up(config)
     d, q = config.hidden_size, config.heads * config.head_dim
     qkv = q + 2 * config.kv_heads * config.head_dim
     partials = SPLITS * (q + 2 * config.heads)
     packets = COPIES * (2 * d + (q + config.mlp_size) // 2) + qkv + partials + 4 * CTAS
-    is_single = batch == 1 and d == COLUMNS
     sequences = 1 if is_single else 4 if batch <= 4 else 8
     return 2 * (16 + sequences * packets)
 
@@ -208,11 +289,17 @@ def step(
     A token or position outside its range has NaN logits, token -1 and an unchanged cache.
     """
     layers = params["layers"]
-    # A kernel without norms of heads does not read them.
-    none = jnp.zeros((config.layers, config.head_dim), jnp.bfloat16)
-    names = ("attention_norm", "q_norm", "k_norm", "mlp_norm")
-    norms = (layers.get(name, none) for name in names)
-    operands = [packed, params["embedding"], *norms, params["norm"], *tables]
+
+    def vectors(name: str, size: int) -> Array:
+        # A kernel without norms of heads or biases does not read them.
+        found: Array = layers.get(name, jnp.zeros((config.layers, size), jnp.bfloat16))
+        return found
+
+    heads = config.heads + 2 * config.kv_heads
+    operands = [packed, params["embedding"], layers["attention_norm"]]
+    operands += [vectors("qkv_bias", heads * config.head_dim)]
+    operands += [vectors(name, config.head_dim) for name in ("q_norm", "k_norm")]
+    operands += [layers["mlp_norm"], params["norm"], *tables]
     operands += [tokens, positions, *cache, state]
     each, last = tokens.shape, len(operands) - 1
     results = [
@@ -231,6 +318,7 @@ def step(
         "heads": np.int64(config.heads),
         "mlp_size": np.int64(config.mlp_size),
         "qk_norm": np.bool_(config.qk_norm),
+        "has_bias": np.bool_(config.qkv_bias),
         "eps": np.float64(config.eps),
     }
     return Step(*call(*operands, **attributes))

@@ -1,6 +1,6 @@
 """The next token of each sequence from its logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array, check_number, is_traced
 from ..keywords import hinted
+from . import sampling_kernel
 
 Array = jax.Array
 # Bits of a logit that a pass of `_keep_largest` finds.
@@ -40,8 +41,8 @@ def sample(
     With p = softmax(logits / temperature), `top_k` keeps the k tokens of the largest p, `top_p` the
     fewest tokens of the largest p whose sum is at least that share of what `top_k` kept (Holtzman
     et al., 2020), and `min_p` those with p of at least that share of the largest (Nguyen et al.,
-    2024). Tokens as probable as the last one kept are kept too. A token is drawn from p of those
-    that all options keep, divided by its sum, by the Gumbel-max trick.
+    2024). Tokens as probable in float32 as the last one kept are kept too. A token is drawn from p
+    of those that all options keep, divided by its sum, by the Gumbel-max trick.
 
     Args:
       logits: [B, V].
@@ -69,7 +70,8 @@ def sample(
     steps = jnp.broadcast_to(as_array("steps", steps, "of integers, [B]"), seeds.shape)
     if seeds.shape != logits.shape[:1]:
         raise ValueError(f"seeds has shape {seeds.shape}; it must be {logits.shape[:1]}")
-    return draw(logits, seeds, steps, options)
+    has_kernel = sampling_kernel.is_usable([logits], logits.shape[1])
+    return make_sampler(seeds, options, has_kernel)(logits, steps)
 
 
 def check_sampling(
@@ -101,9 +103,44 @@ def check_sampling(
     return Sampling(temperature, top_k, None if is_whole else top_p, min_p)
 
 
-def draw(logits: Array, seeds: Array, steps: Array, options: Sampling) -> tuple[Array, Array]:
-    """Returns what `sample` does, of arrays and options that are checked."""
-    logits = logits.astype(jnp.float32)
+def make_sampler(
+    seeds: Array, options: Sampling, has_kernel: bool
+) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """Returns a function of logits [B, V] and steps [B] that returns what `sample` does.
+
+    Args:
+        seeds: [B].
+        options: Those of `sample`, checked.
+        has_kernel: Whether GPUs draw by their kernel.
+    """
+    keys = jax.random.key_data(jax.vmap(_key)(seeds))
+    if options.temperature is None or not has_kernel:
+        return lambda logits, steps: _draw(logits.astype(jnp.float32), keys, steps, options)
+    without = (None, jnp.inf, 1.0, 0.0)
+    given = [out if one is None else one for one, out in zip(options, without, strict=True)]
+    vector = jnp.stack([jnp.asarray(one, jnp.float32) for one in given])
+
+    def by_kernel(
+        logits: Array, keys: Array, steps: Array, vector: Array, _: Sampling
+    ) -> tuple[Array, Array]:
+        return sampling_kernel.draw(logits, keys, steps, vector)
+
+    def by_xla(
+        logits: Array, keys: Array, steps: Array, _: Array, options: Sampling
+    ) -> tuple[Array, Array]:
+        return _draw(logits, keys, steps, options)
+
+    def draw(logits: Array, steps: Array) -> tuple[Array, Array]:
+        operands = (logits.astype(jnp.float32), keys, steps, vector, options)
+        found: tuple[Array, Array] = jax.lax.platform_dependent(
+            *operands, cuda=by_kernel, default=by_xla
+        )
+        return found
+
+    return draw
+
+
+def _draw(logits: Array, keys: Array, steps: Array, options: Sampling) -> tuple[Array, Array]:
     largest = logits.max(1)
     is_bad = ~jnp.isfinite(largest)
     if options.temperature is None:
@@ -112,7 +149,7 @@ def draw(logits: Array, seeds: Array, steps: Array, options: Sampling) -> tuple[
         # A traced temperature of 0 is near enough to the largest logit.
         scale = jnp.maximum(jnp.asarray(options.temperature, jnp.float32), 1e-30)
         logits = (logits - largest[:, None]) / scale
-        tokens = (truncate(logits, options) + _gumbel(seeds, steps, logits.shape[1])).argmax(1)
+        tokens = (truncate(logits, options) + _gumbel(keys, steps, logits.shape[1])).argmax(1)
     tokens = jnp.where(is_bad, 0, tokens).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     logps = chosen - jax.nn.logsumexp(logits, axis=1)
@@ -154,12 +191,16 @@ def _keep_largest(logits: Array, weights: Array, wanted: ArrayLike) -> Array:
     return jnp.where(order >= least[:, None], logits, -jnp.inf)
 
 
-def _gumbel(seeds: Array, steps: Array, vocab_size: int) -> Array:
-    """Returns Gumbel noise [B, V]; each row depends on its own seed and step only."""
+def _key(seed: Array) -> Array:
+    return jax.random.key(seed, impl="threefry2x32")
 
-    def row(seed: Array, step: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+
+def _gumbel(keys: Array, steps: Array, vocab_size: int) -> Array:
+    """Returns Gumbel noise [B, V]; each row depends on its own key and step only."""
+
+    def row(bits: Array, step: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(bits, impl="threefry2x32"), step)
         # The other mode has too few bits for the tails of large vocabularies.
         return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
-    return jax.vmap(row)(seeds, steps)
+    return jax.vmap(row)(keys, steps)

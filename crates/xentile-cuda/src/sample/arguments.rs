@@ -1,0 +1,21 @@
+//! What the kernel that draws tokens takes.
+
+mirror! {
+    /// See kernels/sample.cuh.
+    pub(crate) struct Arguments = SampleArguments {
+        logits: *const f32,
+        keys: *const u32,
+        steps: *const i32,
+        options: *const f32,
+        tokens: *mut i32,
+        logps: *mut f32,
+        vocab: i32,
+    }
+}
+
+numbers! {
+    THREADS: u32 = kSampleThreads, 1024;
+    MOST_COLUMNS: usize = kSampleMostColumns, 32768;
+    MAX_CTAS: u32 = kSampleMaxCtas, 16;
+    SHARED_BYTES: usize = kSampleSharedBytes, 36272;
+}
