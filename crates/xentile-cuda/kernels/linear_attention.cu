@@ -16,12 +16,6 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
   LINEAR_KERNEL(heads_##K, kLinearThreads, 1, linear_attention::add_heads<K>(a))
 
 #define LINEAR_OF_FORM(form, kDelta, K, V)                                                      \
-  LINEAR_KERNEL(chain_##form##_##K##_##V, kLinearThreads, 1,                                    \
-                linear_attention::Chain<K, V, kDelta>::run(a, blockIdx.x))                      \
-  LINEAR_KERNEL(reverse_##form##_##K##_##V, kLinearThreads, 1,                                  \
-                linear_attention::Reverse<K, V, kDelta>::run(a, blockIdx.x))                    \
-  LINEAR_KERNEL(outputs_##form##_##K##_##V, 128, 2,                                             \
-                linear_attention::Outputs<K, V, kDelta>::run(a))                                \
   LINEAR_KERNEL(gradients_##form##_##K##_##V, kLinearThreads, 1,                                \
                 linear_attention::Gradients<K, V, kDelta>::run(a))
 
@@ -29,7 +23,13 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_KERNEL(pull_##K##_##V, 128, 2, linear_attention::LocalGradients<K, V>::run(a))                   \
+  LINEAR_KERNEL(forward_##K##_##V, kLinearThreads, 2, linear_attention::Forward<K, V>::run(a))  \
+  LINEAR_KERNEL(chain_##K##_##V, kLinearThreads, 1,                                             \
+                linear_attention::Chain<K, V, true>::run(a, blockIdx.x))                        \
+  LINEAR_KERNEL(reverse_##K##_##V, kLinearThreads, 1,                                           \
+                linear_attention::Reverse<K, V, true>::run(a, blockIdx.x))                      \
+  LINEAR_KERNEL(outputs_##K##_##V, 128, 2, linear_attention::Outputs<K, V>::run(a))             \
+  LINEAR_KERNEL(pull_##K##_##V, 128, 2, linear_attention::LocalGradients<K, V>::run(a))         \
   LINEAR_KERNEL(chains_##K##_##V, kLinearThreads, 1,                                            \
                 if (blockIdx.x < a.reversed) linear_attention::Chain<K, V, false>::run(a, blockIdx.x); \
                 else linear_attention::Reverse<K, V, false>::run(a, blockIdx.x - a.reversed))

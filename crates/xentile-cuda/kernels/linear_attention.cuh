@@ -1,11 +1,11 @@
 // Linear attention and the gated delta rule in chunks of kLinearChunk tokens. Names are those of the formulas in program.py
 // of the package pallas_bridge.
 //
-// A sequence runs in groups of chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each
-// chunk and head compute everything that does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of
-// values, computes the rest:
+// Without b, the forward pass is the decays and `Forward`. Everything else runs in groups of chunks, so that arrays between
+// kernels stay small. In a group, kernels with a CTA for each chunk and head compute everything that does not depend on
+// states; a chain, with a CTA for each head and kLinearSlice columns of values, computes the rest:
 //
-//   forward:  decays, prepare (delta), chain, outputs
+//   forward:  decays, prepare, chain, outputs
 //   backward: decays, prepare (delta), chain, local gradients (delta), reverse, gradients, and sums of heads that share keys
 //
 // States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains, computed matrices are the
@@ -717,13 +717,250 @@ __device__ inline void decay_scores(Sums<8>& scores, int row, float scale, const
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = row + row_of(i), c = n * 8 + column_of(i);
-      scores[n][i] = r >= c ? scale * scores[n][i] * decays.between(r, c) : 0.0f;
+      // Computed for all, as branches would have each exponential wait for the one before.
+      const float score = scale * scores[n][i] * decays.between(r, c);
+      scores[n][i] = r >= c ? score : 0.0f;
     }
   }
 }
 
-// o of a chunk.
-template <int K, int V, bool kDelta>
+// Adds the product of a warp's 16 rows of scores [64, 64], in two parts, and `values` to sums. Scores after the 16 columns
+// from `last` are 0.
+template <int kTiles>
+__device__ inline void add_scores(Sums<kTiles>& sums, const Sums<8>& scores, int last, const Bits* values, int pitch) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (k * 16 <= last) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &scores[2 * k + i / 2][i % 2 * 2];
+        const Split split(pair[0], pair[1]);
+        high[i] = split.high, low[i] = split.low;
+      }
+#pragma unroll
+      for (int n = 0; n < kTiles; n += 2) {
+        uint32_t b[4];
+        load_right<false>(b, values, pitch, k * 16, n * 8);
+        mma::multiply(sums[n], high, b[0], b[1]);
+        mma::multiply(sums[n + 1], high, b[2], b[3]);
+        mma::multiply(sums[n], low, b[0], b[1]);
+        mma::multiply(sums[n + 1], low, b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Writes a warp's 16 rows in bf16 to shared memory.
+template <int kTiles>
+__device__ inline void store_rounded(Bits* to, int pitch, const Sums<kTiles>& sums) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      *reinterpret_cast<uint32_t*>(to + row_of(i) * pitch + n * 8 + column_of(i)) = mma::pack(sums[n][i], sums[n][i + 1]);
+    }
+  }
+}
+
+// o and the state after each group, without b: a CTA has a head and kSlice columns of values. Four warps have o, 16 rows of a
+// chunk each; four have the state, in f32, and share it in bf16 for the next chunk. The group of `Arguments` is the first.
+template <int K, int V>
+struct Forward {
+  static constexpr int kTiles = kSlice / 8;
+  static constexpr int kStateRows = K / 4;
+
+  struct Stage {
+    Bits q[kChunk * (K + kGap)];
+    Bits k[kChunk * (K + kGap)];
+    Bits v[kChunk * kSlicePitch];
+    float decays[kDecays];
+  };
+
+  // Of a chunk and the one after it.
+  Stage stages[2];
+  Bits state[2][K * kSlicePitch];
+
+  // A warp's rows of the state.
+  struct Rows {
+    Sums<kTiles> x[kStateRows / 16];
+
+    // Calls `each` with the row and column of a pair, and the pair.
+    template <class Each>
+    __device__ void for_pairs(int row, Each each) {
+#pragma unroll
+      for (int t = 0; t < kStateRows / 16; ++t) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; i += 2) {
+            each(row + t * 16 + row_of(i), n * 8 + column_of(i), x[t][n][i], x[t][n][i + 1]);
+          }
+        }
+      }
+    }
+
+    __device__ void share(Bits* to, int row) {
+      for_pairs(row, [&](int r, int c, float left, float right) {
+        *reinterpret_cast<uint32_t*>(to + r * kSlicePitch + c) = mma::pack(left, right);
+      });
+    }
+
+    // Adds a chunk.
+    __device__ void add(const Stage& stage, int row) {
+      const Decays decays{stage.decays};
+      const float total = decays.total();
+      for_pairs(row, [&](int, int, float& left, float& right) { left *= total, right *= total; });
+#pragma unroll
+      for (int k = 0; k < kChunk; k += 16) {
+        uint32_t left[kStateRows / 16][4];
+#pragma unroll
+        for (int t = 0; t < kStateRows / 16; ++t) load_left<true>(left[t], stage.k, K + kGap, row + t * 16, k);
+        // Those of a lane's rows of the right operand.
+        float to_end[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to_end[i] = decays.to_end(k + column_of(i % 2) + i / 2 * 8);
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2) {
+          uint32_t b[4], high[4], low[4];
+          load_right<false>(b, stage.v, kSlicePitch, k, n * 8);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* by = to_end + i % 2 * 2;
+            const Split split(by[0] * low_float(b[i]), by[1] * high_float(b[i]));
+            high[i] = split.high, low[i] = split.low;
+          }
+#pragma unroll
+          for (int t = 0; t < kStateRows / 16; ++t) {
+            mma::multiply(x[t][n], left[t], high[0], high[1]);
+            mma::multiply(x[t][n + 1], left[t], high[2], high[3]);
+          }
+#pragma unroll
+          for (int t = 0; t < kStateRows / 16; ++t) {
+            mma::multiply(x[t][n], left[t], low[0], low[1]);
+            mma::multiply(x[t][n + 1], left[t], low[2], low[3]);
+          }
+        }
+      }
+    }
+  };
+
+  __device__ static void run(const Arguments& a) {
+    Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
+    constexpr int kSlices = V / kSlice;
+    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
+    const ChunkIndex index(a, blockIdx.x / kSlices, 0);
+    const int chunks = static_cast<int>(a.all_chunks), group = static_cast<int>(a.chunks);
+    const int64_t keys = index.row(a, a.key_heads, index.key_head, K), key_stride = int64_t{a.key_heads} * K;
+    const int64_t values = index.row(a, a.heads, index.head, V) + column, value_stride = int64_t{a.heads} * V;
+    const Bits* q = static_cast<const Bits*>(a.q) + keys;
+    const Bits* k = static_cast<const Bits*>(a.k) + keys;
+    const Bits* v = static_cast<const Bits*>(a.v) + values;
+    Bits* out = static_cast<Bits*>(a.out) + values;
+    const float* all_decays = index.decays(a);
+    const auto count = [&](int c) { return static_cast<int>(min(int64_t{kChunk}, a.tokens - int64_t{c} * kChunk)); };
+    const auto load = [&](int c) {
+      if (c < chunks) {
+        Stage& stage = s.stages[c % 2];
+        const int64_t token = int64_t{c} * kChunk;
+        copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
+        copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, k + token * key_stride, key_stride, count(c));
+        copy_rows<kSlice, kChunk, kThreads>(stage.v, kSlicePitch, v + token * value_stride, value_stride, count(c));
+        copy_decays(stage.decays, all_decays + int64_t{c} * kDecays);
+      }
+      mma::commit();
+    };
+    // Waits for a chunk and the state before it, and begins to load the next where the one before lay.
+    const auto step = [&](int c) {
+      mma::wait<0>();
+      __syncthreads();
+      load(c + 1);
+    };
+    load(0);
+    const int warp = threadIdx.x / 32;
+    if (warp < 4) {
+      for (int c = 0; c < chunks; ++c) {
+        step(c);
+        write_outputs(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale, out + int64_t{c} * kChunk * value_stride,
+                      value_stride, count(c));
+      }
+    } else {
+      const int row = (warp - 4) * kStateRows;
+      Rows state;
+      const float* before = a.before + index.sequence_head * a.before_stride + column;
+      state.for_pairs(row, [&](int r, int c, float& left, float& right) {
+        const float2 pair = *reinterpret_cast<const float2*>(before + r * V + c);
+        left = pair.x, right = pair.y;
+      });
+      state.share(s.state[0], row);
+      float* after = a.after + index.sequence_head * a.after_stride + column;
+      int left_of_group = group;
+      for (int c = 0; c < chunks; ++c) {
+        step(c);
+        state.add(s.stages[c % 2], row);
+        state.share(s.state[(c + 1) % 2], row);
+        if (--left_of_group == 0 || c + 1 == chunks) {
+          state.for_pairs(row, [&](int r, int column, float left, float right) {
+            *reinterpret_cast<float2*>(after + r * V + column) = make_float2(left, right);
+          });
+          after += K * V;
+          left_of_group = group;
+        }
+      }
+    }
+  }
+
+  // Writes a warp's 16 rows of o, through the rows of q, which no other warp reads. Masked scores are computed too: the warp
+  // with the last rows needs all, and the others wait for it.
+  __device__ static void write_outputs(Stage& stage, const Bits* state, int row, float scale, Bits* out,
+                                       int64_t stride, int count) {
+    const Decays decays{stage.decays};
+    Sums<8> scores;
+    Sums<kTiles> o;
+    clear(scores);
+    clear(o);
+#pragma unroll 4
+    for (int k = 0; k < K; k += 16) {
+      uint32_t q[4], b[4];
+      load_left<false>(q, stage.q, K + kGap, row, k);
+#pragma unroll
+      for (int n = 0; n < kTiles; n += 2) {
+        load_right<false>(b, state, kSlicePitch, k, n * 8);
+        mma::multiply(o[n], q, b[0], b[1]);
+        mma::multiply(o[n + 1], q, b[2], b[3]);
+      }
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        load_right<true>(b, stage.k, K + kGap, k, n * 8);
+        mma::multiply(scores[n], q, b[0], b[1]);
+        mma::multiply(scores[n + 1], q, b[2], b[3]);
+      }
+    }
+    decay_scores(scores, row, scale, decays);
+    const float factors[2] = {scale * decays.from_start(row + row_of(0)), scale * decays.from_start(row + row_of(2))};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
+    }
+    add_scores(o, scores, kChunk - 16, stage.v, kSlicePitch);
+    Bits* rows = stage.q + row * (K + kGap);
+    __syncwarp();
+    store_rounded(rows, K + kGap, o);
+    __syncwarp();
+#pragma unroll
+    for (int at = threadIdx.x % 32; at < 16 * (kSlice / 8); at += 32) {
+      const int r = at / (kSlice / 8), c = at % (kSlice / 8) * 8;
+      if (row + r < count) {
+        *reinterpret_cast<uint4*>(out + (row + r) * stride + c) =
+            *reinterpret_cast<const uint4*>(rows + r * (K + kGap) + c);
+      }
+    }
+  }
+};
+
+// o of a chunk, of the delta rule.
+template <int K, int V>
 struct Outputs {
   static constexpr int kThreads = 128;
 
@@ -742,7 +979,7 @@ struct Outputs {
     copy_decays(s.decays, index.decays(a));
     mma::commit();
     copy_rows<V, K, kThreads>(s.state, V + kGap, static_cast<const Bits*>(a.states) + index.slot(a) * K * V, V, K);
-    copy_chunk_values<V, kDelta, kThreads>(s.values, a, index);
+    copy_chunk_values<V, true, kThreads>(s.values, a, index);
     mma::commit();
     mma::wait<1>();
     __syncthreads();
@@ -771,37 +1008,10 @@ struct Outputs {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (k * 16 <= row) {
-        uint32_t high[4], low[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = &scores[2 * k + i / 2][i % 2 * 2];
-          const Split split(pair[0], pair[1]);
-          high[i] = split.high, low[i] = split.low;
-        }
-#pragma unroll
-        for (int n = 0; n < V / 8; n += 2) {
-          uint32_t b[4];
-          load_right<false>(b, s.values, V + kGap, k * 16, n * 8);
-          mma::multiply(o[n], high, b[0], b[1]);
-          mma::multiply(o[n + 1], high, b[2], b[3]);
-          mma::multiply(o[n], low, b[0], b[1]);
-          mma::multiply(o[n + 1], low, b[2], b[3]);
-        }
-      }
-    }
+    add_scores(o, scores, row, s.values, V + kGap);
     // Through shared memory, so that rows are written whole.
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        *reinterpret_cast<uint32_t*>(s.values + (row + row_of(i)) * (V + kGap) + n * 8 + column_of(i)) =
-            mma::pack(o[n][i], o[n][i + 1]);
-      }
-    }
+    store_rounded(s.values + row * (V + kGap), V + kGap, o);
     __syncthreads();
     Bits* to = static_cast<Bits*>(a.out) + index.row(a, a.heads, index.head, V);
     for (int at = threadIdx.x; at < keys.count * (V / 8); at += kThreads) {
@@ -1192,10 +1402,11 @@ __device__ inline void add_heads(const Arguments& a) {
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
+inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);
-inline constexpr uint32_t kLinearOutputsShared = sizeof(linear_attention::Outputs<128, 128, false>);
+inline constexpr uint32_t kLinearOutputsShared = sizeof(linear_attention::Outputs<128, 128>);
 inline constexpr uint32_t kLinearPullShared = sizeof(linear_attention::LocalGradients<128, 128>);
 inline constexpr uint32_t kLinearGradientsShared = sizeof(linear_attention::Gradients<128, 128, false>);
 inline constexpr uint32_t kDeltaChainShared = sizeof(linear_attention::Chain<128, 128, true>);

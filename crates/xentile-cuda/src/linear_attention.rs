@@ -1,4 +1,4 @@
-//! Launches the kernels of linear attention and the gated delta rule in bf16, one group of chunks after another.
+//! Launches the kernels of linear attention and the gated delta rule in bf16.
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -55,6 +55,7 @@ numbers! {
     SLICE: u32 = kLinearSlice, 32;
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
+    FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
@@ -182,6 +183,7 @@ pub struct LinearAttention {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
     Decays,
+    Forward,
     Prepare,
     Chain,
     Outputs,
@@ -241,7 +243,7 @@ impl LinearAttention {
         use Kernel as K;
         let device = Device::current()?;
         let all: &[Kernel] = match (backward, self.delta) {
-            (false, false) => &[K::Decays, K::Chain, K::Outputs],
+            (false, false) => &[K::Decays, K::Forward],
             (false, true) => &[K::Decays, K::Prepare, K::Chain, K::Outputs],
             (true, false) => &[K::Decays, K::Chains, K::Gradients, K::Heads],
             (true, true) => {
@@ -278,16 +280,17 @@ impl LinearAttention {
         let mut all = Arguments { out: outputs.o, ..self.arguments(&operands, &scratch)? };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
+        all.after_stride = (self.groups() * self.state_elements()) as i64;
+        if !self.delta {
+            self.begin(0, &mut all, operands.initial_state, outputs.states);
+            all.after = outputs.states;
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.launch(Kernel::Forward, stream, &all) };
+        }
         for group in 0..self.groups() {
             self.begin(group, &mut all, operands.initial_state, outputs.states);
             all.after = outputs.states.wrapping_add(group * self.state_elements());
-            all.after_stride = (self.groups() * self.state_elements()) as i64;
-            let kernels = if self.delta {
-                &[Kernel::Prepare, Kernel::Chain, Kernel::Outputs][..]
-            } else {
-                &[Kernel::Chain, Kernel::Outputs]
-            };
-            for &kernel in kernels {
+            for kernel in [Kernel::Prepare, Kernel::Chain, Kernel::Outputs] {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
@@ -376,7 +379,7 @@ impl LinearAttention {
         self.shape.keys * self.shape.values
     }
 
-    /// CTAs of a chain.
+    /// CTAs of a kernel with one for each head and 32 columns of values.
     fn slices(&self) -> usize {
         self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
     }
@@ -457,19 +460,20 @@ impl LinearAttention {
     /// The name of a kernel.
     fn name(&self, kernel: Kernel) -> String {
         let Shape { keys, values, .. } = self.shape;
-        let form = if self.delta { "delta" } else { "plain" };
-        let (name, suffix) = match kernel {
-            Kernel::Decays => ("decays", String::new()),
-            Kernel::Prepare => ("prepare", format!("_{keys}")),
-            Kernel::Heads => ("heads", format!("_{keys}")),
-            Kernel::Pull => ("pull", format!("_{keys}_{values}")),
-            Kernel::Chains => ("chains", format!("_{keys}_{values}")),
-            Kernel::Chain => ("chain", format!("_{form}_{keys}_{values}")),
-            Kernel::Reverse => ("reverse", format!("_{form}_{keys}_{values}")),
-            Kernel::Outputs => ("outputs", format!("_{form}_{keys}_{values}")),
-            Kernel::Gradients => ("gradients", format!("_{form}_{keys}_{values}")),
+        let name = match kernel {
+            Kernel::Decays => return "linear_attention_decays".into(),
+            Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
+            Kernel::Heads => return format!("linear_attention_heads_{keys}"),
+            Kernel::Forward => "forward",
+            Kernel::Pull => "pull",
+            Kernel::Chains => "chains",
+            Kernel::Chain => "chain",
+            Kernel::Reverse => "reverse",
+            Kernel::Outputs => "outputs",
+            Kernel::Gradients if self.delta => "gradients_delta",
+            Kernel::Gradients => "gradients_plain",
         };
-        format!("linear_attention_{name}{suffix}")
+        format!("linear_attention_{name}_{keys}_{values}")
     }
 
     /// Bytes of shared memory of a kernel's CTA.
@@ -489,6 +493,7 @@ impl LinearAttention {
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
             Kernel::Decays | Kernel::Heads => 0,
+            Kernel::Forward => 2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice,
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
             Kernel::Chain => {
                 stages * (key_bytes + slice_bytes + decays + with_vector(2 * square))
@@ -527,7 +532,7 @@ impl LinearAttention {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
-            Kernel::Chain | Kernel::Reverse => self.slices(),
+            Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
             Kernel::Chains => 2 * self.slices(),
             Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
             Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
@@ -595,11 +600,11 @@ mod tests {
         let [plain, delta] =
             [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
         for (call, kernel, right) in [
+            (plain, Kernel::Forward, FORWARD_SHARED),
             (delta, Kernel::Prepare, PREPARE_SHARED),
             (plain, Kernel::Chain, CHAIN_SHARED),
             (plain, Kernel::Reverse, REVERSE_SHARED),
             (plain, Kernel::Chains, REVERSE_SHARED),
-            (plain, Kernel::Outputs, OUTPUTS_SHARED),
             (delta, Kernel::Outputs, OUTPUTS_SHARED),
             (delta, Kernel::Pull, PULL_SHARED),
             (plain, Kernel::Gradients, GRADIENTS_SHARED),
@@ -617,7 +622,7 @@ mod tests {
         assert_eq!((call.chunks(), call.groups(), call.slices()), (16, 4, 24));
         assert_eq!(call.ctas(Kernel::Heads, 4), 64);
         assert_eq!(call.ctas(Kernel::Decays, 4), 12);
-        assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_delta_128_128");
+        assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_128_128");
         let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
         assert_eq!(message(Shape { keys: 96, ..SHAPE }), "K is 96; it must be 64 or 128");
         assert_eq!(message(Shape { key_heads: 2, ..SHAPE }), "H' is 3; it must be a multiple of H");
