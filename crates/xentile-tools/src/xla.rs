@@ -40,7 +40,8 @@ const CACHE_VARIABLE: &str = "XENTILE_CACHE";
 /// Whether a client takes a GPU's memory as it needs it, instead of three quarters at once, by the
 /// variable that JAX reads.
 fn shares_gpu() -> bool {
-    std::env::var("XLA_PYTHON_CLIENT_PREALLOCATE").is_ok_and(|value| matches!(&*value, "false" | "0"))
+    std::env::var("XLA_PYTHON_CLIENT_PREALLOCATE")
+        .is_ok_and(|value| matches!(&*value, "false" | "0"))
 }
 
 impl Session {
