@@ -28,7 +28,7 @@ PEERS = ("ours", "reference")
 
 
 def arrays_of(shape: str, has_beta: bool) -> list[Any]:
-    """Returns random q, k, v, g and, for the delta rule, beta."""
+    """Returns random q, k, v, b for the delta rule, and g."""
     batch, length, heads, k_size, v_size = shape.split("x")
     value_heads, _, key_heads = heads.partition("/")
     tokens = (int(batch), int(length))
@@ -41,13 +41,9 @@ def arrays_of(shape: str, has_beta: bool) -> list[Any]:
         return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
 
     g = -jax.nn.softplus(jax.random.normal(keys[3], value_shape[:3]) - 3)
-    arrays = [
-        unit(keys[0]),
-        unit(keys[1]),
-        jax.random.normal(keys[2], value_shape, jnp.bfloat16),
-        g,
-    ]
-    return [*arrays, jax.nn.sigmoid(jax.random.normal(keys[4], value_shape[:3]))][: 4 + has_beta]
+    arrays = [unit(keys[0]), unit(keys[1]), jax.random.normal(keys[2], value_shape, jnp.bfloat16)]
+    b = jax.nn.sigmoid(jax.random.normal(keys[4], value_shape[:3]))
+    return [*arrays, b, g] if has_beta else [*arrays, g]
 
 
 def measure(form: str, shape: str, seconds: float) -> Row:
