@@ -1,7 +1,7 @@
 // Linear attention and the gated delta rule in chunks of kLinearChunk tokens. Names are those of the formulas in program.py
 // of the package pallas_bridge.
 //
-// Without b, the forward pass is the decays and `Forward`; of one token, it is `Step` alone. Everything else runs in groups of chunks, so that arrays between
+// Without b, the forward pass is the decays and `Forward`. Everything else runs in groups of chunks, so that arrays between
 // kernels stay small. In a group, kernels with a CTA for each chunk and head compute everything that does not depend on
 // states; a chain, with a CTA for each head and kLinearSlice columns of values, computes the rest:
 //
@@ -1369,85 +1369,6 @@ struct Gradients {
   }
 };
 
-// One token in f32, of which the state is read once: a CTA has a head and kSlice columns of values, a thread four columns
-// and K / 32 rows.
-template <int K, int V>
-struct Step {
-  static constexpr int kRows = K / 32;
-  static constexpr int kLanes = kSlice / 4;  // that have a row
-
-  float sums[3][kThreads / 32][kSlice];
-
-  __device__ static void run(const Arguments& a) {
-    Step& s = *reinterpret_cast<Step*>(mma::shared_memory());
-    constexpr int kSlices = V / kSlice;
-    const int slice = static_cast<int>(blockIdx.x % kSlices) * kSlice;
-    const ChunkIndex index(a, blockIdx.x / kSlices, 0);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int column = lane % kLanes * 4, row = threadIdx.x / kLanes * kRows;
-    const float* before = a.before + index.sequence_head * a.before_stride + slice + column;
-    float4 x[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) x[i] = *reinterpret_cast<const float4*>(before + (row + i) * V);
-    const int64_t keys = index.row(a, a.key_heads, index.key_head, K) + row;
-    const int64_t values = index.row(a, a.heads, index.head, V) + slice + column;
-    const Bits* q = static_cast<const Bits*>(a.q) + keys;
-    const Bits* k = static_cast<const Bits*>(a.k) + keys;
-    const Bits* v = static_cast<const Bits*>(a.v) + values;
-    const float decay = mma::exponential(a.g[index.sequence_head]);
-    // q and k times the state, and q times k.
-    float seen[3][4] = {};
-    float k_rows[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float q_row = bits_to_float(q[i]);
-      k_rows[i] = bits_to_float(k[i]);
-      x[i].x *= decay, x[i].y *= decay, x[i].z *= decay, x[i].w *= decay;
-      const float state[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        seen[0][c] = fmaf(q_row, state[c], seen[0][c]);
-        seen[1][c] = fmaf(k_rows[i], state[c], seen[1][c]);
-        seen[2][c] = fmaf(q_row, k_rows[i], seen[2][c]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 3; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        seen[n][c] += mma::xor_lane(seen[n][c], kLanes);
-        seen[n][c] += mma::xor_lane(seen[n][c], 2 * kLanes);
-        if (lane < kLanes) s.sums[n][warp][column + c] = seen[n][c];
-      }
-    }
-    __syncthreads();
-    float added[4], o[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      float all[3] = {};
-#pragma unroll
-      for (int n = 0; n < 3; ++n) {
-#pragma unroll
-        for (int w = 0; w < kThreads / 32; ++w) all[n] += s.sums[n][w][column + c];
-      }
-      added[c] = bits_to_float(v[c]);
-      if (a.b != nullptr) added[c] = a.b[index.sequence_head] * (added[c] - all[1]);
-      o[c] = a.scale * fmaf(all[2], added[c], all[0]);
-    }
-    float* after = a.after + index.sequence_head * a.after_stride + slice + column;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      *reinterpret_cast<float4*>(after + (row + i) * V) =
-          make_float4(fmaf(k_rows[i], added[0], x[i].x), fmaf(k_rows[i], added[1], x[i].y),
-                      fmaf(k_rows[i], added[2], x[i].z), fmaf(k_rows[i], added[3], x[i].w));
-    }
-    if (threadIdx.x < kLanes) {
-      uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<Bits*>(a.out) + values);
-      to[0] = mma::pack(o[0], o[1]), to[1] = mma::pack(o[2], o[3]);
-    }
-  }
-};
-
 // Adds up dq and dk of heads that share keys: a CTA has eight tokens of a head of keys.
 template <int K>
 __device__ inline void add_heads(const Arguments& a) {
@@ -1482,7 +1403,6 @@ __device__ inline void add_heads(const Arguments& a) {
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
 inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128>);
-inline constexpr uint32_t kLinearStepShared = sizeof(linear_attention::Step<128, 128>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);

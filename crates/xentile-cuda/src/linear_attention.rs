@@ -56,7 +56,6 @@ numbers! {
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
     FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
-    STEP_SHARED: u32 = kLinearStepShared, 3072;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
@@ -184,7 +183,6 @@ pub struct LinearAttention {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
     Decays,
-    Step,
     Forward,
     Prepare,
     Chain,
@@ -245,7 +243,6 @@ impl LinearAttention {
         use Kernel as K;
         let device = Device::current()?;
         let all: &[Kernel] = match (backward, self.delta) {
-            (false, _) if self.shape.tokens == 1 => &[K::Step],
             (false, false) => &[K::Decays, K::Forward],
             (false, true) => &[K::Decays, K::Prepare, K::Chain, K::Outputs],
             (true, false) => &[K::Decays, K::Chains, K::Gradients, K::Heads],
@@ -281,15 +278,9 @@ impl LinearAttention {
             check_alignment(name, array)?;
         }
         let mut all = Arguments { out: outputs.o, ..self.arguments(&operands, &scratch)? };
-        all.after_stride = (self.groups() * self.state_elements()) as i64;
-        if self.shape.tokens == 1 {
-            self.begin(0, &mut all, operands.initial_state, outputs.states);
-            all.after = outputs.states;
-            // SAFETY: passed on from this function's contract.
-            return unsafe { self.launch(Kernel::Step, stream, &all) };
-        }
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
+        all.after_stride = (self.groups() * self.state_elements()) as i64;
         if !self.delta {
             self.begin(0, &mut all, operands.initial_state, outputs.states);
             all.after = outputs.states;
@@ -473,7 +464,6 @@ impl LinearAttention {
             Kernel::Decays => return "linear_attention_decays".into(),
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
-            Kernel::Step => "step",
             Kernel::Forward => "forward",
             Kernel::Pull => "pull",
             Kernel::Chains => "chains",
@@ -503,8 +493,6 @@ impl LinearAttention {
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
             Kernel::Decays | Kernel::Heads => 0,
-            // Three sums of a column, for each warp.
-            Kernel::Step => 3 * (THREADS as usize / 32) * slice * 4,
             Kernel::Forward => 2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice,
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
             Kernel::Chain => {
@@ -544,7 +532,7 @@ impl LinearAttention {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
-            Kernel::Step | Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
+            Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
             Kernel::Chains => 2 * self.slices(),
             Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
             Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
@@ -612,7 +600,6 @@ mod tests {
         let [plain, delta] =
             [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
         for (call, kernel, right) in [
-            (plain, Kernel::Step, STEP_SHARED),
             (plain, Kernel::Forward, FORWARD_SHARED),
             (delta, Kernel::Prepare, PREPARE_SHARED),
             (plain, Kernel::Chain, CHAIN_SHARED),
