@@ -274,7 +274,7 @@ class ColumnChunks:
                 vocab, self.columns, add_columns, state
             )
             lse, low = two_sum(row_max, jnp.log(total))
-            # A row of -inf alone is no row, and neither is one with +inf.
+            # Logits that are all -inf, or one of them +inf, have no softmax.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
             sums = lse, low, at_label, plain
             return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
@@ -364,7 +364,7 @@ class ColumnChunks:
         dz -= even[:, None]
         if self.options.softcap is not None or self.options.temperature != 1:
             dz *= self.options.slope(z)
-        # A masked entry has none, and a row that is no row has NaN everywhere.
+        # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
         dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
         return jnp.where(active[:, None], dz, 0)
 

@@ -34,7 +34,7 @@ def plan_cpu(
 ) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where XLA runs `usual`.
 
-    A `tile` that is named is taken if blocks fit that are no wider. `hands_over` is whether a
+    A `tile` that the user names is the most columns of a block. `hands_over` is whether a
     forward pass may leave logits to the backward pass.
     """
     limit = usual.max_scratch_bytes

@@ -365,7 +365,8 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
         return pltpu.make_async_copy(*(ends if is_in else ends[::-1]), refs[semaphores].at[slot])
 
     copy_in, copy_out = partial(copy, "arrived", is_in=True), partial(copy, "sent", is_in=False)
-    # Sums come from the second block of the vocabulary on, and go until the last but one.
+    # Sums of dhidden are copied in from the second block of the vocabulary on, and copied out after
+    # each block but the last, which writes dhidden.
     last_out = (tiles.steps - 1) * tiles.blocks - 1
     if tiles.spills:
         before, after = visit - SLOTS + 1, visit + 1

@@ -38,7 +38,8 @@ class Problem:
     hidden_bytes: int
     weight_bytes: int
     bias: bool
-    # Whether cotangents are known in the forward pass, but for one factor: with a reduction.
+    # Whether tokens' cotangents are known but for one factor, as of a mean: then the forward pass
+    # computes the gradients, and the backward pass multiplies them by it.
     reduced: bool
     # Whether the weight is [D, V] rather than [V, D].
     vocab_is_last: bool = False
@@ -59,7 +60,7 @@ class Problem:
             hidden_bytes=hidden.dtype.itemsize,
             weight_bytes=weight.dtype.itemsize,
             bias=bias is not None,
-            # The gradient of a mean is below what float16 holds: as for logits.
+            # In float16 gradients of a mean underflow: they wait for the cotangent.
             reduced=reduced and operand_dtype(hidden, weight) != jnp.float16,
             vocab_is_last=vocab_axis == 1,
             running=running,
@@ -109,8 +110,9 @@ class Plan:
     apart: tuple[int, int] | None = None
     # Columns whose logits the library saves in the memory of dweight, and those of a slot there.
     kept: tuple[int, int] | None = None
-    # The tokens of chunks of the first columns, which the library computes in a single pass, and
-    # how many columns there are.
+    # Tokens of a chunk, and columns: of so many first columns the library computes logits and their
+    # gradient in a single pass, in chunks of these tokens. The others follow in chunks of `tokens`
+    # and `columns`.
     once: tuple[int, int] | None = None
     # Whether the library's logits of 16-bit operands go through memory, in f32.
     wide: bool = False
@@ -325,7 +327,7 @@ def _tile_scratch(problem: Problem, tokens: int, columns: int) -> int:
 
 
 def _even_chunk(total: int, most: int) -> int:
-    """Returns the largest chunk, in steps, that divides `total` evenly and holds `most` at once."""
+    """Returns a chunk, a multiple of STEP, for the fewest chunks of at most `most` at once."""
     if total <= most:
         return total
     count = -(-total // most)

@@ -76,7 +76,7 @@ class Schedule:
         return self.may_save_logits and has_plan and self.options.implementation != "pallas"
 
     def forward(self, operands: Operands) -> Any:
-        """Returns loss, logps, lse and lse_low, each [N] in f32."""
+        """Returns loss, logps, lse and lse_low (what rounding lse left out), each [N] in f32."""
         return self.run("forward", self.options, operands)
 
     def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Any:
@@ -142,7 +142,7 @@ class Schedule:
             for platform, call in self._calls(name, options).items()
         }
         if options.implementation == "pallas" and pallas.interpret_params is not None:
-            # The interpreter calls back in order, which a lowering cannot add to a program.
+            # Pallas' interpreter has ordered callbacks, which are chosen as a program is traced.
             target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
             return find(target, (True, True), arrays[0])(*arrays)
         if options.implementation == "custom_call":
@@ -177,7 +177,8 @@ def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
     hidden, weight, *_ = operands
-    # As an array in f32, whose gradient is its sums; wider hidden states are rounded.
+    # In f32 the weight has a gradient in f32, which is added to `sums` unrounded. Hidden states
+    # wider than the weight are rounded to its dtype, as they are without this cast.
     rounded = as_gemm_operands(hidden, weight)[0].astype(hidden.dtype)
     operands = operands._replace(hidden=rounded, weight=weight.astype(jnp.float32))
     *numbers, gradients = schedule.fused(operands, factors, needs_losses=False)
@@ -243,7 +244,7 @@ class Planner:
         if limit is None:
             limit = plans.usual_budget(dataclasses.replace(problem, bias=False))
         cuda = library_plan.plan_cuda(problem, limit)
-        # Saved logits take memory on every platform, unless one program has both passes.
+        # Saved logits are a result of the forward pass, which takes memory on other platforms too.
         saves = jax.default_backend() == "cpu"
         cpu = None
         if hidden.dtype == taken.dtype:
