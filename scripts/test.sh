@@ -76,7 +76,7 @@ export XENTILE_TEST_WHEELS
 XENTILE_TEST_PROGRAMS=$(mktemp -d)
 export XENTILE_TEST_PROGRAMS
 second=""
-trap '[[ -z $second ]] || kill -- "-$second" 2>/dev/null; rm -rf "$XENTILE_TEST_WHEELS" "$XENTILE_TEST_PROGRAMS"' EXIT
+trap '[[ -z $second ]] || kill -- "-$second" || true; rm -rf "$XENTILE_TEST_WHEELS" "$XENTILE_TEST_PROGRAMS"' EXIT
 trap 'exit 130' INT TERM
 
 # Two lanes of tiers run beside each other: what mostly waits for cargo's lock or for one thread, and what
@@ -102,6 +102,7 @@ for tier in "${tiers[@]}"; do
     is_of_second_lane "$tier" || run_tier "$tier"
 done
 wait "$second"
+second=""
 cat "$logs/second-lane"
 
 total_passed=0 total_failed=0 absent=() summary=() failures=""
