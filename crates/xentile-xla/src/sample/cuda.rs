@@ -1,8 +1,9 @@
 //! A token of each row of logits on NVIDIA GPUs.
 
 use xentile_cuda::sample::{Arrays, Sample};
-use xla_ffi::{Buffer, BufferMut, Context, Error, OnDevice, Result, Stage};
+use xla_ffi::{Buffer, BufferMut, Context, OnDevice, Result, Stage};
 
+use crate::arguments::{check_shape, invalid};
 use crate::cuda::{Floats, FloatsMut, failed};
 use crate::target::target_list;
 
@@ -26,10 +27,8 @@ fn sample(
     context: Context,
 ) -> Result {
     let &[rows, vocab] = logits.dims() else {
-        return Err(Error::invalid_argument(format!(
-            "`logits` has shape {:?}; it must be [B, V]",
-            logits.dims()
-        )));
+        let dims = logits.dims();
+        return Err(invalid(format_args!("`logits` has shape {dims:?}; it must be [B, V]")));
     };
     for (name, dims, right) in [
         ("key", key.dims(), &[rows, 2][..]),
@@ -38,11 +37,7 @@ fn sample(
         ("token", token.dims(), &[rows]),
         ("logp", logp.dims(), &[rows]),
     ] {
-        if dims != right {
-            return Err(Error::invalid_argument(format!(
-                "`{name}` has shape {dims:?}; it must be {right:?}"
-            )));
-        }
+        check_shape(name, dims, right)?;
     }
     let sample = Sample::new(rows, vocab).map_err(failed)?;
     xentile_cuda::available().map_err(failed)?;

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,13 +77,18 @@ def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
         return False
     if any(one.dtype != jnp.bfloat16 for one in arrays):
         return False
-    if not library.has("cuda", TARGET):
+    return is_there(TARGET, arrays, is_large_hopper)
+
+
+def is_there(target: str, arrays: Iterable[Array], suits: Callable[[Any], bool]) -> bool:
+    """Returns whether a target is for CUDA, every GPU suits it, and arrays are on one device."""
+    if not library.has("cuda", target):
         return False
     try:
         devices = jax.devices("cuda")
     except RuntimeError:
         return False
-    return are_on_one_device(arrays, len(devices)) and all(map(is_large_hopper, devices))
+    return are_on_one_device(arrays, len(devices)) and all(map(suits, devices))
 
 
 def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from .. import library
 from . import kernel
-from .parameters import are_on_one_device
 
 Array = jax.Array
 TARGET = "xentile_sample"
@@ -19,13 +17,7 @@ LARGEST_VOCAB = 2**18
 
 def is_usable(arrays: Iterable[Array], vocab_size: int) -> bool:
     """Returns whether the kernel draws where a program of `arrays` is compiled for CUDA."""
-    if not 0 < vocab_size <= LARGEST_VOCAB or not library.has("cuda", TARGET):
-        return False
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return False
-    return all(map(kernel.is_hopper, devices)) and are_on_one_device(arrays, len(devices))
+    return 0 < vocab_size <= LARGEST_VOCAB and kernel.is_there(TARGET, arrays, kernel.is_hopper)
 
 
 def draw(logits: Array, keys: Array, steps: Array, options: Array) -> tuple[Array, Array]:
