@@ -33,6 +33,7 @@ from ._src.cross_entropy.api import cross_entropy, cross_entropy_per_token
 from ._src.flash_attention.api import flash_attention
 from ._src.flash_attention.paged import paged_attention
 from ._src.flash_attention.ring import ring_attention, zigzag_indices
+from ._src.fp8_linear import fp8_linear
 from ._src.fp8_quantize.api import (
     Quantized,
     delayed_scale,
@@ -76,6 +77,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "fp8_dequantize",
+    "fp8_linear",
     "fp8_quantize",
     "gated_delta_rule",
     "gated_mlp",

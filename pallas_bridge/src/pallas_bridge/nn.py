@@ -1,4 +1,4 @@
-"""The kernels under the signatures of `jax.nn` and Flax.
+"""The kernels under the signatures of `jax.nn`, `jax.lax` and Flax.
 
     from pallas_bridge import nn
     o = nn.dot_product_attention(q, k, v, is_causal=True)
@@ -6,6 +6,7 @@
 `explain_attention` says who runs a call and why.
 """
 
+from ._src.fp8_linear import fp8_dot_general
 from ._src.nn.attention import dot_product_attention, explain_attention
 from ._src.nn.flax import flax_attention_fn
 from ._src.nn.functions import gelu, layer_norm, rms_norm, silu, swiglu
@@ -19,6 +20,7 @@ __all__ = [
     "dot_product_attention",
     "explain_attention",
     "flax_attention_fn",
+    "fp8_dot_general",
     "gelu",
     "layer_norm",
     "rms_norm",

@@ -10,21 +10,21 @@ from .arrays import spec_of
 def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """Returns x @ matrix, x [.., D] and matrix [D, N], sharded as rows of x and columns are."""
     spec = [*spec_of(jax.typeof(x))[:-1], spec_of(jax.typeof(matrix))[1]]
-    return _dot(x, matrix, (x.ndim - 1,), (0,), spec)
+    return contract(x, matrix, (x.ndim - 1,), (0,), spec)
 
 
 def grad_rows(dy: jax.Array, matrix: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the gradient of x of `multiply`, for the cotangent dy of its result."""
-    return _dot(dy, matrix, (dy.ndim - 1,), (1,), spec_of(jax.typeof(x)))
+    return contract(dy, matrix, (dy.ndim - 1,), (1,), spec_of(jax.typeof(x)))
 
 
 def grad_matrix(x: jax.Array, dy: jax.Array, matrix: jax.Array) -> jax.Array:
     """Returns the gradient of the matrix of `multiply`, summed over all rows in one product."""
     rows = tuple(range(x.ndim - 1))
-    return _dot(x, dy, rows, rows, spec_of(jax.typeof(matrix)))
+    return contract(x, dy, rows, rows, spec_of(jax.typeof(matrix)))
 
 
-def _dot(
+def contract(
     a: jax.Array, b: jax.Array, of_a: tuple[int, ...], of_b: tuple[int, ...], spec: list[object]
 ) -> jax.Array:
     """Returns the product over axes of a and b; `spec` is how explicit mesh axes shard it."""
