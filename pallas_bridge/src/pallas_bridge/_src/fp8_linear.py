@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .arrays import spec_of
 from .checks import as_array, check_dtype
-from .fp8_quantize.api import Quantized, fp8_quantize
+from .fp8_quantize.api import Quantized, delayed_scale, fp8_quantize
 from .fp8_quantize.declaration import OPERATION
 from .fp8_quantize.options import check_format
 from .implementations import choose
@@ -27,17 +27,23 @@ def fp8_linear(
     weight: ArrayLike,
     *,
     grad_dtype: DTypeLike = jnp.float8_e5m2,
+    history: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """The product of rows with a matrix in FP8, and its gradients in FP8.
 
         y = Q(x) Q(weight),  dx = Q(dy) Q(weight)',  dweight = Q(x)' Q(dy)
 
-    Q is `fp8_quantize` with one scale for the array, made of its own amax (current scaling), and
-    rounded up to a power of two; of x and weight in float8_e4m3fn, of dy in `grad_dtype`
-    (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). Sums are float32. Each array is
-    quantised once, in both layouts that products need; what is kept for the backward pass is x and
-    weight in FP8, half the bytes of bfloat16.
+    Q is `fp8_quantize` with one scale for the array, rounded up to a power of two; of x and weight
+    in float8_e4m3fn, of dy in `grad_dtype` (Micikevicius et al., "FP8 Formats for Deep Learning",
+    2022). Sums are float32. Each array is quantised once, in both layouts that products need; what
+    is kept for the backward pass is x and weight in FP8, half the bytes of bfloat16.
+
+    The scale is that of the array's own amax (current scaling) or, with a `history`,
+    `delayed_scale` of the amax of earlier steps, which saves a read of each array. The cotangent of
+    the history is then the history for the next step, with the amax of this step's x, weight and dy
+    in front: replace the history by it. Each call takes a history of its own, as JAX adds up
+    cotangents of several uses.
 
     Gradients are those of the product as if Q were the identity. On NVIDIA GPUs of compute
     capability 8.9 and later XLA multiplies in FP8 with cuBLASLt; elsewhere it multiplies the values
@@ -50,6 +56,8 @@ def fp8_linear(
       x: [.., D] in bfloat16, float16 or float32.
       weight: [D, N]; rounded to the dtype of x.
       grad_dtype: float8_e5m2, or float8_e4m3fn.
+      history: [3, H] in float32, the amax of x, weight and dy in the last H steps, the latest
+        first; zeros, as training begins with, give the scale 1. None for current scaling.
       implementation: of quantisation, as of `fp8_quantize`.
 
     Returns:
@@ -58,6 +66,7 @@ def fp8_linear(
     Raises:
       TypeError: a dtype that is not taken.
       ValueError: shapes that disagree.
+      NotImplementedError: `vmap` of x or weight, but not of the history.
 
     >>> x = jnp.array([[1.0, 0.3]])
     >>> print(fp8_linear(x, jnp.eye(2)))
@@ -75,8 +84,16 @@ def fp8_linear(
             f"x has shape {x.shape} and weight {weight.shape}; they must be [.., {columns}] and "
             f"[{columns}, N]"
         )
+    if history is not None:
+        history = as_array("history", history, "[3, H]")
+        if history.ndim != 2 or history.shape[0] != 3 or history.shape[1] == 0:
+            raise ValueError(
+                f"history has shape {history.shape}; it must be [3, H] with H at least 1"
+            )
+        if history.dtype != jnp.float32:
+            raise TypeError(f"history has dtype {history.dtype}; it must be float32")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _linear(_Options(grad_format, implementation), rows, weight.astype(x.dtype))
+    y = _linear(_Options(grad_format, implementation), rows, weight.astype(x.dtype), history)
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 
@@ -143,48 +160,88 @@ class _Options:
     implementation: Implementation | None
 
 
+# x' and weight in FP8, the amax of both, and the history.
+_Residuals = tuple[Quantized, Quantized, tuple[jax.Array, jax.Array], jax.Array | None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(options: _Options, x: jax.Array, weight: jax.Array) -> jax.Array:
-    rows = fp8_quantize(x, power_of_two=True, implementation=options.implementation)
-    _, columns = _in_both_layouts(options, weight)
+def _linear(
+    options: _Options, x: jax.Array, weight: jax.Array, history: jax.Array | None
+) -> jax.Array:
+    (rows,), _ = _quantize(options, x, history, 0)
+    (_, columns), _ = _quantize(options, weight, history, 1, transposed=True)
     return _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1))
 
 
 def _forward(
-    options: _Options, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[Quantized, Quantized]]:
-    """Returns y, and for the backward pass x' and weight in FP8."""
-    rows, x_transposed = _in_both_layouts(options, x)
-    kept_weight, columns = _in_both_layouts(options, weight)
+    options: _Options, x: jax.Array, weight: jax.Array, history: jax.Array | None
+) -> tuple[jax.Array, _Residuals]:
+    if history is not None:
+        history = _mapped_alike(history, x, weight)
+    (rows, x_transposed), amax_x = _quantize(options, x, history, 0, transposed=True)
+    (kept_weight, columns), amax_weight = _quantize(options, weight, history, 1, transposed=True)
     y = _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1))
-    return y, (x_transposed, kept_weight)
+    return y, (x_transposed, kept_weight, (amax_x, amax_weight), history)
 
 
 def _backward(
-    options: _Options, residuals: tuple[Quantized, Quantized], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x_transposed, weight = residuals
-    rows, columns = _in_both_layouts(options, dy, options.grad_format)
+    options: _Options, residuals: _Residuals, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x_transposed, weight, amax, history = residuals
+    (rows, columns), amax_dy = _quantize(options, dy, history, 2, transposed=True)
     dx = _multiply(rows, weight, dy.dtype, _spec(dy, 0, x_transposed.values, 0))
     dweight = _multiply(x_transposed, columns, dy.dtype, spec_of(jax.typeof(weight.values)))
-    return dx, dweight
+    if history is not None:
+        latest = jnp.stack([*amax, amax_dy])[:, None]
+        history = jnp.concatenate([latest, history[:, :-1]], 1)
+    return dx, dweight, history
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _in_both_layouts(
-    options: _Options, x: jax.Array, dtype: DTypeLike = jnp.float8_e4m3fn
-) -> tuple[Quantized, Quantized]:
-    """Returns x and its transpose in FP8, with one scale, a power of two."""
-    found: tuple[Quantized, Quantized] = fp8_quantize(
+@jax.custom_batching.custom_vmap
+def _mapped_alike(history: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns the history, which must be mapped where x or weight are: JAX would add up amax."""
+    return history
+
+
+@_mapped_alike.def_vmap
+def _check_mapped(_: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+    if not is_mapped[0]:
+        raise NotImplementedError(
+            "fp8_linear: vmap maps x or weight and not history; map a history for each example, "
+            "as the cotangents of one would be added up"
+        )
+    return arrays[0], True
+
+
+def _quantize(
+    options: _Options, x: jax.Array, history: jax.Array | None, index: int, transposed: bool = False
+) -> tuple[list[Quantized], jax.Array]:
+    """Returns x in FP8, with `transposed` x' behind it, and amax of x.
+
+    Args:
+        options: who quantises, and the format of dy.
+        x: [M, N].
+        history: as of `fp8_linear`.
+        index: of the history's row: 2 is that of dy.
+        transposed: whether to return x' too.
+    """
+    dtype = options.grad_format if index == 2 else jnp.float8_e4m3fn
+    scale = None
+    if history is not None:
+        scale = delayed_scale(history[index], dtype=dtype, power_of_two=True)
+    *quantised, amax = fp8_quantize(
         x,
         dtype=dtype,
         power_of_two=True,
-        transposed=True,
+        transposed=transposed,
+        scale=scale,
+        return_amax=True,
         implementation=options.implementation,
     )
-    return found
+    return quantised, amax
 
 
 def _multiply(a: Quantized, b: Quantized, dtype: Any, spec: list[Any]) -> jax.Array:

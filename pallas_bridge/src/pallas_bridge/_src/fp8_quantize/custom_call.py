@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..arrays import spec_of
 from ..bound import Bound
 from ..custom_call import bind, declared_call, dense_over
 from . import reference
@@ -93,6 +94,9 @@ def scaled(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array,
 
 def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
     """Returns values by a given scale, amax of x, and the transposed copy."""
+    if any(spec_of(jax.typeof(x))):
+        values, most = scaled(options, x, scale)
+        return values, most, jnp.swapaxes(values, -1, -2)
     dense = Bound(reference.scaled_transposed, options)
     values, most, turned = _bind(
         options, "_scaled_transposed", x, scale, dense=dense, is_whole=True
