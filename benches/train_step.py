@@ -15,6 +15,7 @@ beside the least that its GEMMs and bytes take.
 import concurrent.futures
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -226,8 +227,10 @@ def alone(model: str, program: str, batch: int | None, seconds: float) -> Row:
         return {"error": f"more than {seconds:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"error": harness.without_folders(last)[:160]}
+        told = done.stderr.strip().splitlines() or ["no output"]
+        # PyTorch ends with advice.
+        raised = [line for line in told if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)]
+        return {"error": harness.without_folders((raised or told)[-1])[:160]}
     return dict(json.loads(lines[-1]))
 
 
