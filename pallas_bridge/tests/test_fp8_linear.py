@@ -1,5 +1,6 @@
 """`fp8_linear` against products of quantised arrays in float64, under JAX's transformations."""
 
+import re
 from typing import Any
 
 import jax
@@ -201,3 +202,12 @@ def test_bad_input(rng: np.random.Generator) -> None:
         fp8_dot_general(x, x, (((1,), (1,)), ((0,), (0,))))
     with pytest.raises(NotImplementedError, match="out_sharding"):
         fp8_dot_general(x, weight, (((1,), (0,)), ((), ())), out_sharding=PartitionSpec())
+
+
+def test_gpus_multiply_values_in_fp8(rng: np.random.Generator) -> None:
+    arrays = arrays_of(rng)
+    lowered = jax.jit(with_gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in lowered.splitlines() if "dot_general" in line]
+    found = sorted(tuple(re.findall(r"x(f8E\w+|bf16)>", line)) for line in products)
+    y, gradient = ("f8E4M3FN", "f8E4M3FN", "bf16"), ("f8E5M2", "f8E4M3FN", "bf16")
+    assert found == sorted([y, gradient, ("f8E4M3FN", "f8E5M2", "bf16")])

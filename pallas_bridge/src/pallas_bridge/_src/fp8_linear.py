@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import DotAlgorithmPreset
 from jax.typing import ArrayLike, DTypeLike
 
 from .arrays import spec_of
@@ -19,6 +20,13 @@ from .implementations import choose
 from .keywords import hinted
 from .operation import Implementation
 from .products import contract
+
+# Least compute capability of GPUs that multiply in FP8.
+FP8_CAPABILITY = 8.9
+# Hopper adds up in fewer bits than float32 unless partial sums move to other registers now and
+# then, which costs a few per cent. As in Transformer Engine, only gradients need that.
+FAST = DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+PRECISE = DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 @hinted
@@ -36,8 +44,9 @@ def fp8_linear(
 
     Q is `fp8_quantize` with one scale for the array, rounded up to a power of two; of x and weight
     in float8_e4m3fn, of dy in `grad_dtype` (Micikevicius et al., "FP8 Formats for Deep Learning",
-    2022). Sums are float32. Each array is quantised once, in both layouts that products need; what
-    is kept for the backward pass is x and weight in FP8, half the bytes of bfloat16.
+    2022). Sums are float32, on Hopper those of y by its fast accumulation. Each array is quantised
+    once, in both layouts that products need; what is kept for the backward pass is x and weight in
+    FP8, half the bytes of bfloat16.
 
     The scale is that of the array's own amax (current scaling) or, with a `history`,
     `delayed_scale` of the amax of earlier steps, which saves a read of each array. The cotangent of
@@ -46,8 +55,8 @@ def fp8_linear(
     cotangents of several uses.
 
     Gradients are those of the product as if Q were the identity. On NVIDIA GPUs of compute
-    capability 8.9 and later XLA multiplies in FP8 with cuBLASLt; elsewhere it multiplies the values
-    times their scales in the dtype of x, with the same result but for the order of sums.
+    capability 8.9 and later XLA multiplies in FP8 with cuBLASLt; elsewhere it multiplies the same
+    values in the dtype of x.
 
     It is differentiable in reverse mode only. Meshes may shard rows of x, columns of the matrix,
     and D; the scale is that of the whole array. Under `vmap` each example has scales of its own.
@@ -170,7 +179,7 @@ def _linear(
 ) -> jax.Array:
     (rows,), _ = _quantize(options, x, history, 0)
     (_, columns), _ = _quantize(options, weight, history, 1, transposed=True)
-    return _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1))
+    return _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1), FAST)
 
 
 def _forward(
@@ -180,7 +189,7 @@ def _forward(
         history = _mapped_alike(history, x, weight)
     (rows, x_transposed), amax_x = _quantize(options, x, history, 0, transposed=True)
     (kept_weight, columns), amax_weight = _quantize(options, weight, history, 1, transposed=True)
-    y = _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1))
+    y = _multiply(rows, columns, x.dtype, _spec(x, 0, weight, 1), FAST)
     return y, (x_transposed, kept_weight, (amax_x, amax_weight), history)
 
 
@@ -189,8 +198,10 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     x_transposed, weight, amax, history = residuals
     (rows, columns), amax_dy = _quantize(options, dy, history, 2, transposed=True)
-    dx = _multiply(rows, weight, dy.dtype, _spec(dy, 0, x_transposed.values, 0))
-    dweight = _multiply(x_transposed, columns, dy.dtype, spec_of(jax.typeof(weight.values)))
+    dx = _multiply(rows, weight, dy.dtype, _spec(dy, 0, x_transposed.values, 0), PRECISE)
+    dweight = _multiply(
+        x_transposed, columns, dy.dtype, spec_of(jax.typeof(weight.values)), PRECISE
+    )
     if history is not None:
         latest = jnp.stack([*amax, amax_dy])[:, None]
         history = jnp.concatenate([latest, history[:, :-1]], 1)
@@ -244,16 +255,36 @@ def _quantize(
     return quantised, amax
 
 
-def _multiply(a: Quantized, b: Quantized, dtype: Any, spec: list[Any]) -> jax.Array:
+def _multiply(
+    a: Quantized, b: Quantized, dtype: Any, spec: list[Any], algorithm: DotAlgorithmPreset
+) -> jax.Array:
     """Returns a b' in a dtype, for a [M, K] and b [N, K]: the layout that FP8 products need.
 
-    XLA recognises products of converted values times a scale. The dtype in which they are written
-    is that of the result, and holds a power of two exactly but for float16, whose exponents end
-    too soon.
+    XLA multiplies in FP8 where the algorithm says so, and the scale becomes that of cuBLASLt's
+    product. The dtype of what is scaled holds a power of two exactly, so it is not float16, whose
+    exponents end too soon.
     """
     wide = jnp.float32 if dtype == jnp.float16 else dtype
-    a_wide, b_wide = (one.values.astype(wide) * one.scales.astype(wide) for one in (a, b))
-    return contract(a_wide, b_wide, (1,), (1,), spec).astype(dtype)
+
+    def in_fp8(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        return contract(a, b, (1,), (1,), spec, wide, algorithm) * scale.astype(wide)
+
+    def converted(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        return contract(a.astype(wide), b.astype(wide), (1,), (1,), spec) * scale.astype(wide)
+
+    operands = (a.values, b.values, a.scales * b.scales)
+    branches = {"cuda": in_fp8} if _gpus_multiply() else {}
+    y: jax.Array = jax.lax.platform_dependent(*operands, **branches, default=converted)
+    return y.astype(dtype)
+
+
+def _gpus_multiply() -> bool:
+    """Returns whether the machine's NVIDIA GPUs, if there are any, multiply in FP8."""
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:
+        return True
+    return all(float(getattr(gpu, "compute_capability", 9.0)) >= FP8_CAPABILITY for gpu in gpus)
 
 
 def _spec(a: jax.Array, of_a: int, b: jax.Array, of_b: int) -> list[Any]:

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.lax import DotAlgorithmPreset
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from .arrays import spec_of
 
@@ -25,16 +27,33 @@ def grad_matrix(x: jax.Array, dy: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def contract(
-    a: jax.Array, b: jax.Array, of_a: tuple[int, ...], of_b: tuple[int, ...], spec: list[object]
+    a: jax.Array,
+    b: jax.Array,
+    of_a: tuple[int, ...],
+    of_b: tuple[int, ...],
+    spec: list[object],
+    dtype: DTypeLike | None = None,
+    algorithm: DotAlgorithmPreset | None = None,
 ) -> jax.Array:
-    """Returns the product over axes of a and b; `spec` is how explicit mesh axes shard it."""
+    """Returns the product over axes of a and b.
+
+    Args:
+        a: [..].
+        b: [..].
+        of_a: axes of a that are summed over.
+        of_b: the same of b.
+        spec: how explicit mesh axes shard the product.
+        dtype: of the product, or None for that of a and b.
+        algorithm: how hardware multiplies, or None for XLA's choice.
+    """
     mesh = jax.typeof(a).sharding.mesh
     is_explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
     product: jax.Array = jax.lax.dot_general(
         a,
         b,
         ((of_a, of_b), ((), ())),
-        preferred_element_type=jnp.result_type(a, b),
+        precision=algorithm,
+        preferred_element_type=jnp.result_type(a, b) if dtype is None else dtype,
         out_sharding=PartitionSpec(*spec) if is_explicit else None,
     )
     return product
