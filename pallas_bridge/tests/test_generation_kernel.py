@@ -408,6 +408,24 @@ def test_stop_tokens_listeners_and_samplers() -> None:
     assert first.lengths.tolist() == [16]
 
 
+@pytest.mark.parametrize("count", [1, 18])
+def test_a_block_of_steps_may_be_longer_than_what_is_generated(count: int) -> None:
+    params = jax.eval_shape(lambda: init_params(CONFIG))
+    arrays = (jnp.zeros((2, 32), jnp.int32), jnp.array([5, 32]), jnp.array([0, 1]))
+    found = jax.eval_shape(
+        lambda params: program._generate(
+            (CONFIG, count, True, True),
+            params,
+            *arrays,
+            program.check_sampling(0.0, None, None, None),
+            jnp.zeros(1, jnp.int32),
+            None,
+        ),
+        params,
+    )
+    assert (found.tokens.shape, found.logps.shape, found.lengths.shape) == (*2 * [(2, count)], (2,))
+
+
 @on_hopper
 def test_the_loop_runs_the_kernel() -> None:
     params = draw_params(CONFIG)

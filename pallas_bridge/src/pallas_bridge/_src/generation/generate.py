@@ -179,6 +179,8 @@ def generate(
 
 # The config, `max_new_tokens`, and whether there is a kernel of a step and one that draws.
 Static = tuple[DecoderConfig, int, bool, bool]
+# Tokens [B] and their log-probabilities [B].
+Drawn = tuple[Array, Array]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -216,38 +218,24 @@ def _run(
         packed = kernel.pack_weights(params, config) if packed is None else packed
         tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
         state = kernel.init_state(config, batch)
-    found = Generated(
-        jnp.full((batch, max_new_tokens), -1, jnp.int32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.zeros((batch, max_new_tokens), jnp.float32),
-    )
-
+    # Steps until the host looks whether all have ended; a listener is called for each of them.
+    count = STEPS_OF_BLOCK if has_kernel and listener is None else 1
     sampler = make_sampler(seeds, sampling, has_sampler)
 
     def choose(step: Any, logits: Array) -> tuple[Array, Array]:
         return sampler(logits, jnp.full(batch, step))
 
-    def append(
-        step: Any, drawn: tuple[Array, Array], found: Generated, has_ended: Array
-    ) -> tuple[Generated, Array, Array]:
-        """Adds a token of each sequence; those that have ended get -1."""
+    def finish(step: Any, drawn: Drawn, has_ended: Array) -> tuple[Drawn, Array]:
+        """Returns what is drawn, -1 and 0 of sequences that have ended, and which have by now."""
         tokens, logps = drawn
         tokens = jnp.where(has_ended, -1, tokens)
         if listener is not None:
             io_callback(_give, None, listener, step, tokens, ordered=True)
-        found = Generated(
-            found.tokens.at[:, step].set(tokens),
-            found.lengths + (tokens >= 0).astype(jnp.int32),
-            found.logps.at[:, step].set(jnp.where(tokens < 0, 0.0, logps)),
-        )
-        return found, tokens, (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
+        drawn = tokens, jnp.where(tokens < 0, 0.0, logps)
+        return drawn, (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
 
-    def goes_on(carry: Any) -> Any:
-        step, *_, has_ended = carry
-        return (step < max_new_tokens) & ~has_ended.all()
-
-    def body(carry: Any) -> Any:
-        step, cache, state, found, tokens, has_ended = carry
+    def run_step(carry: Any) -> tuple[Any, Drawn]:
+        step, cache, state, tokens, has_ended = carry
         has_ended |= step >= max_new_tokens
         # Of a sequence that has ended the token is -1: its row has NaN logits and is not written.
         tokens = jnp.where(has_ended, -1, tokens)
@@ -260,15 +248,37 @@ def _run(
         else:
             logits, cache = decode_step(params, config, cache, tokens, positions)
             drawn = choose(step, logits)
-        return step + 1, cache, state, *append(step, drawn, found, has_ended)
+        drawn, has_ended = finish(step, drawn, has_ended)
+        return (step + 1, cache, state, drawn[0], has_ended), drawn
 
-    def block(carry: Any) -> Any:
-        return jax.lax.fori_loop(0, STEPS_OF_BLOCK, lambda _, carry: body(carry), carry)
+    def run_block(carry: Any) -> Any:
+        found, rest = carry
+        start = jnp.int32(0), rest[0]
+        block = []
+        # Unrolled, and appended at once: a small kernel between two steps takes 2 us.
+        for _ in range(count):
+            rest, drawn = run_step(rest)
+            block.append(drawn)
+        return [
+            jax.lax.dynamic_update_slice(all_steps, jnp.stack(ones, 1), start)
+            for all_steps, ones in zip(found, zip(*block, strict=True), strict=True)
+        ], rest
 
-    first = append(0, choose(0, logits), found, jnp.zeros(batch, bool))
-    # A listener is called for each step, and for no other.
-    steps = block if has_kernel and listener is None else body
-    return jax.lax.while_loop(goes_on, steps, (jnp.int32(1), cache, state, *first))[3]
+    def goes_on(carry: Any) -> Any:
+        _, (step, *_, has_ended) = carry
+        return (step < max_new_tokens) & ~has_ended.all()
+
+    drawn, has_ended = finish(0, choose(0, logits), jnp.zeros(batch, bool))
+    columns = 1 + -(-max(max_new_tokens - 1, 1) // count) * count
+    found = [
+        jnp.full((batch, columns), rest, one.dtype).at[:, 0].set(one)
+        for rest, one in zip((-1, 0.0), drawn, strict=True)
+    ]
+    carry = found, (jnp.int32(1), cache, state, drawn[0], has_ended)
+    tokens, logps = (
+        one[:, :max_new_tokens] for one in jax.lax.while_loop(goes_on, run_block, carry)[0]
+    )
+    return Generated(tokens, (tokens >= 0).sum(1, dtype=jnp.int32), logps)
 
 
 def _give(listener: Any, step: Any, tokens: Any) -> None:
