@@ -184,18 +184,20 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
+// The two halves of `cluster_sync`: a thread may do other work between them.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // The same place in the shared memory of CTA `rank` of the cluster.
 __device__ inline uint32_t in_cta(uint32_t address, uint32_t rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
-}
-
-// Reads 8 bytes of a CTA of the cluster, at an address of `in_cta`.
-__device__ inline uint64_t load_in_cluster(uint32_t from) {
-  uint64_t word;
-  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(from) : "memory");
-  return word;
 }
 
 // Writes 16 bytes into a CTA of the cluster, whose `barrier` counts them. Both are addresses of
