@@ -129,7 +129,7 @@ def filled_up(config: DecoderConfig, layers: dict[str, np.ndarray]) -> dict[str,
     """Matrices with the zeros and copies that the kernel for Qwen2.5-0.5B reads, written out."""
     if config != QWEN2:
         return layers
-    first = [0, 4, -1, -1, 1, 5, -1, -1, 2, 6, -1, -1, 3, -1, -1, -1]
+    first = [0, 4, 1, 5, 2, 6, 3, -1]
     queries = [*first, *(head if head < 0 else 7 + head for head in first)]
     keys_and_values = [14] * 4 + [15] * 4 + [16] * 4 + [17] * 4
     qkv = whole_heads(layers["qkv"], [*queries, *keys_and_values], 1)

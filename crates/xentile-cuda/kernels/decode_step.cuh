@@ -23,6 +23,7 @@ namespace xentile::decode_step {
 inline constexpr int kColumns = 128;
 inline constexpr int kStages = kMaxStages;
 inline constexpr int kStageKeys = 32;
+inline constexpr Polling kPolling = Polling::kPaused;
 
 // The dimensions of Qwen3-0.6B. The code below takes its widths from here, but is written for a row
 // of 1024 columns as one stage of 8 rows, and for two query heads of a KV head.
@@ -172,7 +173,7 @@ struct Warp : RingReader<kStages> {
   // Loads this warp's 64 columns of 8 rows.
   __device__ void load(uint4& first, uint4& second) {
     load_stage(first, second);
-    release();
+    release_after(first.x | second.x);
   }
 
   // This warp's slice of the activation.
@@ -307,7 +308,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const uint32_t pair = embedding[32 * warp + lane];
         x = make_float2(low_float(pair), high_float(pair));
       } else {
-        x = poll_pair(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, tag - 1);
+        x = poll_pair<kPolling>(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, tag - 1);
       }
       multiply_rows(w, x, norm, first, second);
       if (warp < kRows) {
@@ -349,7 +350,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const uint64_t* const from = packets + Sizes::kQkv + row + 2 * lane;
         const uint64_t* const pairs[2] = {from, from + 64};
         uint32_t found[4];
-        poll_words(pairs, tag, found);
+        poll_words<kPolling>(pairs, tag, found);
         float x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
@@ -368,7 +369,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
             packets + Sizes::kQkv + Sizes::kQuery + Sizes::kKv + kv_head * kColumns + 4 * lane;
         const uint64_t* const pairs[2] = {from, from + 2};
         uint32_t v[4];
-        poll_words(pairs, tag, v);
+        poll_words<kPolling>(pairs, tag, v);
         const uint2 rounded = make_uint2(pack(__uint_as_float(v[0]), __uint_as_float(v[1])),
                                          pack(__uint_as_float(v[2]), __uint_as_float(v[3])));
         reinterpret_cast<uint2*>(new_value)[lane] = rounded;
@@ -470,7 +471,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       for (int i = 0; i < kParts; ++i) w.load(weights[2 * i], weights[2 * i + 1]);
       if (warp == 0) {  // Merges the splits of 16 columns of a head.
         const int part = (cta >> 3) * kSplits + (lane >> 3) * 4, column = lane & 7;
-        const float3 merged = merge_splits<kColumns, Sizes::kPartial, Sizes::kPartialSums>(
+        const float3 merged = merge_splits<kPolling, kColumns, Sizes::kPartial, Sizes::kPartialSums>(
             packets, part, (cta & 7) * 16, column, tag);
         static_assert(kCopies == 4);
         write_packet(packets + Sizes::kAttention + (lane >> 3) * (Sizes::kQuery / 2) + 8 * cta + column,
@@ -479,7 +480,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       const uint64_t* const pairs[1] = {copy_of(Sizes::kAttention, Sizes::kQuery / 2) + 64 * warp +
                                         2 * lane};
       uint32_t x[2];
-      poll_words(pairs, tag, x);
+      poll_words<kPolling>(pairs, tag, x);
       reinterpret_cast<uint2*>(w.slice())[lane] = make_uint2(x[0], x[1]);
       __syncwarp();
       multiply_eight<kParts>(w, weights);
@@ -500,7 +501,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
         const int at = r / 2 + r % 2 * kRows;
         w.load(first[at], second[at]);
       }
-      const float2 x = poll_pair(copy_of(Sizes::kMiddle, kHidden) + 64 * warp + 2 * lane, tag);
+      const float2 x = poll_pair<kPolling>(copy_of(Sizes::kMiddle, kHidden) + 64 * warp + 2 * lane, tag);
       multiply_rows(w, x, norm, first, second);
       if (warp < kRows) {
         sync_consumers<5>();
@@ -528,7 +529,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
           copy_of(Sizes::kInner, Sizes::kMlp / 2) + 96 * warp + 2 * lane;
       const uint64_t* const pairs[2] = {from, lane < 16 ? from + 64 : from};
       uint32_t x[4];
-      poll_words(pairs, tag, x);
+      poll_words<kPolling>(pairs, tag, x);
       auto* to = reinterpret_cast<uint2*>(w.slice());
       to[lane] = make_uint2(x[0], x[1]);
       if (lane < 16) to[32 + lane] = make_uint2(x[2], x[3]);
@@ -545,7 +546,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   }
 
   // The head: tiles of 8 rows, of which a warp has those in the slot of its number.
-  const float2 x = poll_pair(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, base + a.layers);
+  const float2 x = poll_pair<kPolling>(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, base + a.layers);
   const uint32_t norm = words(a.norm, 0, kHidden)[warp * 32 + lane];
   w.at<uint32_t>(kLast)[warp * 32 + lane] = pack(x.x * low_float(norm), x.y * high_float(norm));
   const float squares = warp_sum(x.x * x.x + x.y * x.y);

@@ -13,7 +13,7 @@
 //   meet, and four lanes add up one row of a sequence. Two buffers take turns, so a block is one
 //   barrier.
 // - Rows of gate and up follow each other, so that what is inside the MLP is sent block by block.
-// - Attention: two teams of 8 warps have the sequences by turns.
+// - Attention: each sequence has a team of 2 to 16 warps, all of them at once.
 //
 // Dimensions that are no multiples of these are filled up: packed matrices have zeros behind the
 // columns and rows of the model. A model with fewer than 8 KV heads has each of them several times,
@@ -47,15 +47,15 @@ using LlamaSmall = Dims<2048, 32, 64, 8192, false>;
 using Qwen3Large = Dims<4096, 32, 128, 12288, true>;
 using LlamaLarge = Dims<4096, 32, 128, 14336, false>;
 // Of 896 columns, 14 query heads, 2 KV heads, and 4864 columns inside the MLP.
-using Qwen2Small = Dims<1024, 32, 64, 5120, false, 896, 2, 7>;
+using Qwen2Small = Dims<1024, 16, 64, 5120, false, 896, 2, 7>;
 
 // Outputs of a block of rows, each of which four lanes add up.
 inline constexpr int kOutputs = kConsumers / 4;
-inline constexpr int kTeamWarps = kWarps / 2;
 
 template <class Of, int kNumQuads>
 struct Plan : Of {
   static constexpr int kQuads = kNumQuads, kSequences = 4 * kQuads;
+  static constexpr Polling kPolling = kQuads == 2 ? Polling::kLastFirst : Polling::kAll;
   static constexpr int kGroup = Of::kHeads / Of::kKvHeads;
   static constexpr int kQuery = Of::kHeads * Of::kHead, kKv = Of::kKvHeads * Of::kHead;
   static constexpr int kQkv = kQuery + 2 * kKv;
@@ -67,9 +67,12 @@ struct Plan : Of {
   static constexpr int kMlpGroups = Of::kMlp / kCtas / 8;
   static constexpr int kHiddenParts = Of::kHidden / 1024, kQueryParts = kQuery / 1024;
   static constexpr int kMlpParts = Of::kMlp / 1024;
-  static_assert(kQkv % (8 * kCtas) == 0 && kQuery % 2048 == 0);
+  static_assert(kQkv % (8 * kCtas) == 0 && kQuery % 1024 == 0);
   static constexpr int kLayerStages = kQkvGroups * kHiddenParts + kOutGroups * kQueryParts +
                                       2 * kMlpGroups * kHiddenParts + kOutGroups * kMlpParts;
+  // Bytes of a stage of a matrix of hidden columns: without the last warps', if these are zeros.
+  static constexpr int kHiddenBytes =
+      kHiddenParts == 1 ? (Of::kColumns + 63) / 64 * 1024 : kStageBytes;
   // Groups of rows of a block.
   static constexpr int kBlock = 4 / kQuads;
   static constexpr int kOutBlocks = (kOutGroups + kBlock - 1) / kBlock;
@@ -77,8 +80,8 @@ struct Plan : Of {
   static constexpr int kKeys = 4096 / Of::kHead, kHalfBytes = 128 * kKeys, kTiles = kKeys / 16;
   // Packets in the state, behind its first 16 words of 8 bytes: [copy, sequence, ..].
   static constexpr int kIn = 16;
-  static constexpr int kMiddle = kIn + kCopies * kSequences * Of::kHidden;
-  static constexpr int kQkvAt = kMiddle + kCopies * kSequences * Of::kHidden;
+  static constexpr int kMiddle = kIn + kCopies * kSequences * Of::kHidden / 2;
+  static constexpr int kQkvAt = kMiddle + kCopies * kSequences * Of::kHidden / 2;
   static constexpr int kPartial = kQkvAt + kSequences * kQkv;
   static constexpr int kPartialSums = kPartial + kSequences * kSplits * kQuery;
   static constexpr int kAttention = kPartialSums + 2 * kSequences * kSplits * Of::kHeads;
@@ -91,8 +94,8 @@ struct Plan : Of {
   static constexpr int kSquaresAt = kRowsAt + 16 * kSequences;
   static constexpr int kSumsAt = kSquaresAt + kSequences * kWarps * 4;
   static constexpr int kHeadSumsAt = kSumsAt + 2 * kOutputs * kSumRow * 4;
-  static constexpr int kMaximaAt = kHeadSumsAt + 2 * kTeamWarps * kHeadRow * 4;
-  static constexpr int kScoresAt = kMaximaAt + 2 * kTeamWarps * kGroup * 8;
+  static constexpr int kMaximaAt = kHeadSumsAt + kWarps * kHeadRow * 4;
+  static constexpr int kScoresAt = kMaximaAt + kWarps * kGroup * 8;
   static constexpr int kQueriesAt = kScoresAt + kSequences * kGroup * 4;
   static constexpr int kNewAt = kQueriesAt + kSequences * kGroup * Of::kHead * 2;
   static constexpr int kBestsAt = kNewAt + kSequences * 2 * Of::kHead * 2;
@@ -110,13 +113,6 @@ struct Row {
   int unused;
 };
 
-// Zero, once `x` is there. The compiler does not know that kThreads shifts all of it out.
-__device__ inline uint32_t zero_after(uint32_t x) {
-  uint32_t zero;
-  asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(x), "r"(blockDim.x));
-  return zero;
-}
-
 // The producer: one thread copies all stages of its CTA.
 template <class P>
 __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, const Row* rows) {
@@ -129,10 +125,10 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   int in_flight = 0, max_in_flight = a.in_flight;
   long long last = clock64();
   // Fills a stage by `copy`, and waits until fewer than `max_in_flight` copies have not landed.
-  auto fill = [&](auto copy) {
+  auto fill = [&](uint32_t bytes, auto copy) {
     const uint32_t barrier = full + 8 * next.slot;
     ptx::mbarrier_wait(empty + 8 * next.slot, next.parity);
-    ptx::mbarrier_arrive_expect_tx(barrier, kStageBytes);
+    ptx::mbarrier_arrive_expect_tx(barrier, bytes);
     copy(ring + next.slot * kStageBytes, barrier);
     next.advance();
     for (++in_flight; in_flight >= max_in_flight; --in_flight) {
@@ -140,28 +136,28 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
       landed.advance();
     }
   };
-  auto copy_weights = [&](int count) {
+  auto copy_weights = [&](int count, uint32_t bytes) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      fill([&](uint32_t to, uint32_t barrier) {
+      fill(bytes, [&](uint32_t to, uint32_t barrier) {
         while (clock64() - last < a.pace) {
         }
         last = clock64();
-        ptx::bulk_load(to, from, kStageBytes, barrier, policy);
+        ptx::bulk_load(to, from, bytes, barrier, policy);
       });
       from += size_t{kCtas} * kStageBytes;
     }
   };
 #pragma unroll 1
   for (int layer = 0; layer < a.layers; ++layer) {
-    copy_weights(P::kQkvGroups * P::kHiddenParts);
+    copy_weights(P::kQkvGroups * P::kHiddenParts, P::kHiddenBytes);
 #pragma unroll 1
     for (int s = 0; s < a.batch; ++s) {
       const Split cached = cache_split<P::kKeys>(rows[s].position, split);
       const int first = (layer * a.batch + s) * a.length + cached.start;
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) {
-        fill([&](uint32_t to, uint32_t barrier) {
+        fill(kStageBytes, [&](uint32_t to, uint32_t barrier) {
           const int row = first + stage * P::kKeys;
 #pragma unroll
           for (int half = 0; half < P::kHead / 64; ++half) {
@@ -173,7 +169,9 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
         });
       }
     }
-    copy_weights(P::kLayerStages - P::kQkvGroups * P::kHiddenParts);
+    copy_weights(P::kOutGroups * P::kQueryParts, kStageBytes);
+    copy_weights(2 * P::kMlpGroups * P::kHiddenParts, P::kHiddenBytes);
+    copy_weights(P::kOutGroups * P::kMlpParts, kStageBytes);
   }
   // The head waits for nothing: full depth. A tile of 8 rows has its parts side by side.
   max_in_flight = P::kRing;
@@ -183,9 +181,9 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   for (int tile = blockIdx.x; tile < tiles; tile += kCtas) {
 #pragma unroll 1
     for (int part = 0; part < P::kHiddenParts; ++part)
-      fill([&](uint32_t to, uint32_t barrier) {
+      fill(P::kHiddenBytes, [&](uint32_t to, uint32_t barrier) {
         const size_t stage = static_cast<size_t>(tile) * P::kHiddenParts + part;
-        ptx::bulk_load(to, from + stage * kStageBytes, kStageBytes, barrier, policy);
+        ptx::bulk_load(to, from + stage * kStageBytes, P::kHiddenBytes, barrier, policy);
       });
   }
 }
@@ -210,18 +208,7 @@ struct Consumer : RingReader<P::kRing> {
     return reinterpret_cast<T*>(this->shared + P::kRing * kStageBytes + offset);
   }
 
-  // Gives a stage back once `last`, of what this warp loaded from it, is there. A load that is only
-  // issued may wait behind other warps' polls until the next copy, which does not pass through
-  // their queue, has replaced what it reads.
-  __device__ void release(uint32_t last) {
-    const uint32_t barrier = this->empty(place.slot);
-    __syncwarp();
-    const uint32_t zero = zero_after(last);
-    if (lane == 0) ptx::mbarrier_arrive(barrier + zero);
-    place.advance();
-  }
-
-  // The same of a stage that this warp does not read.
+  // Gives a stage back that this warp does not read.
   __device__ void skip() {
     this->wait();
     if (lane == 0) ptx::mbarrier_arrive(this->empty(place.slot));
@@ -231,7 +218,7 @@ struct Consumer : RingReader<P::kRing> {
   // Loads this warp's 64 columns of 8 rows.
   __device__ void load(uint4& first, uint4& second) {
     this->load_stage(first, second);
-    release(first.x | second.x);
+    this->release_after(first.x | second.x);
   }
 
   // The first of this lane's 8 columns of a part of its warp.
@@ -305,12 +292,11 @@ __device__ inline float qkv_bias(const void* biases, int layer, int row) {
       biases)[layer * kRows + head * P::kHead + row % P::kHead]);
 }
 
-// Eight elements of bf16, times weights of a norm.
-__device__ inline uint4 scaled(const float (&x)[8], const uint4& norm) {
-  return make_uint4(pack(x[0] * low_float(norm.x), x[1] * high_float(norm.x)),
-                    pack(x[2] * low_float(norm.y), x[3] * high_float(norm.y)),
-                    pack(x[4] * low_float(norm.z), x[5] * high_float(norm.z)),
-                    pack(x[6] * low_float(norm.w), x[7] * high_float(norm.w)));
+// Two elements of bf16, times weights of a norm. Adds their squares to `squares`.
+__device__ inline uint32_t scaled(uint32_t x, uint32_t norm, float& squares) {
+  const float first = low_float(x), second = high_float(x);
+  squares += first * first + second * second;
+  return pack(first * low_float(norm), second * high_float(norm));
 }
 
 // Residuals of this lane's columns of B after a norm without its factor. Leaves sums of squares.
@@ -321,7 +307,7 @@ struct Normed {
   // From packets of `vector`, or from the embedding where it is null.
   __device__ void read(const Consumer<P>& w, const DecodeStepArguments& a, const void* norm,
                        const uint64_t* vector, uint32_t tag) {
-    constexpr int kCount = P::kHiddenParts * P::kQuads, kAtOnce = kCount > 1 ? 2 : 1;
+    constexpr int kCount = P::kHiddenParts * P::kQuads, kAtOnce = kCount < 4 ? kCount : 4;
     // Before the packets, for which the warp waits.
     uint4 norms[P::kHiddenParts];
 #pragma unroll
@@ -330,40 +316,38 @@ struct Normed {
     float squares[P::kQuads] = {};
 #pragma unroll
     for (int i = 0; i < kCount; i += kAtOnce) {
-      float found[kAtOnce][8];
+      uint32_t found[4 * kAtOnce];
       if (vector) {
-        const uint64_t* pairs[4 * kAtOnce];
-        uint32_t words[8 * kAtOnce];
+        const uint64_t* pairs[2 * kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
-          const uint64_t* const from = vector + w.sequence(quad, a.batch) * P::kHidden +
-                                       w.template column<P::kHiddenParts>(part);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) pairs[4 * j + k] = from + 2 * k;
+          pairs[2 * j] = vector + w.sequence(quad, a.batch) * (P::kHidden / 2) +
+                         w.template column<P::kHiddenParts>(part) / 2;
+          pairs[2 * j + 1] = pairs[2 * j] + 2;
         }
-        poll_words(pairs, tag, words);
-#pragma unroll
-        for (int k = 0; k < 8 * kAtOnce; ++k) found[k / 8][k % 8] = __uint_as_float(words[k]);
+        poll_words<P::kPolling>(pairs, tag, found);
       } else {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
           const int token = w.template at<Row>(P::kRowsAt)[w.sequence(quad, a.batch)].token;
-          const uint4 pair = load_columns<P>(static_cast<const __nv_bfloat16*>(a.embedding) +
+          const uint4 four = load_columns<P>(static_cast<const __nv_bfloat16*>(a.embedding) +
                                                  static_cast<size_t>(token) * P::kColumns,
                                              w.template column<P::kHiddenParts>(part));
-          const uint32_t words[4] = {pair.x, pair.y, pair.z, pair.w};
-#pragma unroll
-          for (int k = 0; k < 8; ++k) found[j][k] = k & 1 ? high_float(words[k / 2]) : low_float(words[k / 2]);
+          found[4 * j] = four.x;
+          found[4 * j + 1] = four.y;
+          found[4 * j + 2] = four.z;
+          found[4 * j + 3] = four.w;
         }
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) squares[quad] += found[j][k] * found[j][k];
-        x[part][quad] = scaled(found[j], norms[part]);
+        x[part][quad] = make_uint4(scaled(found[4 * j], norms[part].x, squares[quad]),
+                                   scaled(found[4 * j + 1], norms[part].y, squares[quad]),
+                                   scaled(found[4 * j + 2], norms[part].z, squares[quad]),
+                                   scaled(found[4 * j + 3], norms[part].w, squares[quad]));
       }
     }
 #pragma unroll
@@ -392,7 +376,14 @@ __device__ inline void multiply_rows(Consumer<P>& w, const Normed<P>& x, int gro
   for (int group = 0; group < groups; ++group) {
     uint4 first[P::kHiddenParts], second[P::kHiddenParts];
 #pragma unroll
-    for (int part = 0; part < P::kHiddenParts; ++part) w.load(first[part], second[part]);
+    for (int part = 0; part < P::kHiddenParts; ++part) {
+      if (P::kHiddenBytes < kStageBytes && w.warp * 1024 >= P::kHiddenBytes) {
+        first[part] = second[part] = make_uint4(0, 0, 0, 0);
+        w.skip();
+      } else {
+        w.load(first[part], second[part]);
+      }
+    }
     float sums[P::kQuads][4] = {};
 #pragma unroll
     for (int part = 0; part < P::kHiddenParts; ++part)
@@ -432,7 +423,7 @@ __device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, 
                      w.template column<kParts>(part) / 2;
       pairs[2 * i + 1] = pairs[2 * i] + 2;
     }
-    poll_words(pairs, tag, x);
+    poll_words<P::kPolling>(pairs, tag, x);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       uint4 first[P::kOutGroups], second[P::kOutGroups];
@@ -482,50 +473,51 @@ struct Attention : OnlineSoftmax<P::kHead, P::kGroup, P::kHalfBytes> {
 };
 
 // The warps of a team meet.
-__device__ inline void meet_team(int team) {
-  asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(32 * kTeamWarps) : "memory");
+__device__ inline void meet_team(int team, int warps) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "r"(32 * warps) : "memory");
 }
 
-// Queries of this CTA's KV head after their norm and RoPE, and in the last split the new key and
-// value: a warp has one of them at a time.
+// A head of a sequence that a warp prepares: queries of this CTA's KV head after their norm and RoPE,
+// or the new key or value. For 64 columns two lanes have the same.
 template <class P>
-__device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArguments& a, int layer,
-                                     int kv_head, bool has_new, uint32_t tag) {
-  constexpr int kKinds = P::kGroup + 2, kQuarter = P::kHead / 4;
-  // For 64 columns two lanes have the same.
-  const int l = w.lane % kQuarter;
-#pragma unroll 1
-  for (int job = w.warp; job < a.batch * kKinds; job += kWarps) {
-    const int s = job / kKinds, kind = job % kKinds;
-    if (kind >= P::kGroup && !has_new) continue;
-    const int first = kind < P::kGroup    ? (P::kGroup * kv_head + kind) * P::kHead
-                      : kind == P::kGroup ? P::kQuery + kv_head * P::kHead
-                                          : P::kQuery + P::kKv + kv_head * P::kHead;
-    // Before the packets, for which the warp waits.
-    const int at = w.template at<Row>(P::kRowsAt)[s].position * kQuarter + l;
-    const float2 cosine = reinterpret_cast<const float2*>(a.cosines)[at];
-    const float2 sine = reinterpret_cast<const float2*>(a.sines)[at];
-    uint32_t norm_first = 0, norm_second = 0;
+struct HeadJob {
+  static constexpr int kQuarter = P::kHead / 4;
+  int sequence, kind, l;
+  float2 cosine, sine;
+  uint32_t norm_first = 0, norm_second = 0;
+
+  // Reads all but the packets, for which the warp waits.
+  __device__ HeadJob(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int job,
+                     int kinds)
+      : sequence(job / kinds), kind(job % kinds), l(w.lane % kQuarter) {
+    const int at = w.template at<Row>(P::kRowsAt)[sequence].position * kQuarter + l;
+    cosine = reinterpret_cast<const float2*>(a.cosines)[at];
+    sine = reinterpret_cast<const float2*>(a.sines)[at];
     if constexpr (P::kHeadNorms) {
       const void* const norms = kind < P::kGroup ? a.q_norm : a.k_norm;
       const auto* const norm = static_cast<const uint32_t*>(norms) + layer * (P::kHead / 2);
       norm_first = norm[l];
       norm_second = norm[kQuarter + l];
     }
-    const uint64_t* const from = a.state + P::kQkvAt + s * P::kQkv + first + 2 * l;
-    const uint64_t* const pairs[2] = {from, from + P::kHead / 2};
-    uint32_t found[4];
-    poll_words(pairs, tag, found);
+  }
+
+  // The first of this lane's two pairs of packets; the other is half a head on.
+  __device__ const uint64_t* packets(const uint64_t* state, int kv_head) const {
+    const int first = kind < P::kGroup    ? (P::kGroup * kv_head + kind) * P::kHead
+                      : kind == P::kGroup ? P::kQuery + kv_head * P::kHead
+                                          : P::kQuery + P::kKv + kv_head * P::kHead;
+    return state + P::kQkvAt + sequence * P::kQkv + first + 2 * l;
+  }
+
+  __device__ void finish(const Consumer<P>& w, float eps, const uint32_t (&found)[4]) const {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
-    __nv_bfloat16* to;
     if (kind <= P::kGroup) {
       if constexpr (P::kHeadNorms) {
-        const float factor =
-            rsqrtf(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) *
-                       (1.0f / P::kHead) +
-                   a.eps);
+        const float squares =
+            warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+        const float factor = rsqrtf(squares * (1.0f / P::kHead) + eps);
         x[0] *= factor * low_float(norm_first);
         x[1] *= factor * high_float(norm_first);
         x[2] *= factor * low_float(norm_second);
@@ -539,12 +531,34 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = y[i] * scale;
     }
+    __nv_bfloat16* to;
     if (kind < P::kGroup)
-      to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (s * P::kGroup + kind) * P::kHead;
+      to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (sequence * P::kGroup + kind) * P::kHead;
     else
-      to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * s + kind - P::kGroup) * P::kHead;
+      to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * sequence + kind - P::kGroup) * P::kHead;
     reinterpret_cast<uint32_t*>(to)[l] = pack(x[0], x[1]);
     reinterpret_cast<uint32_t*>(to)[kQuarter + l] = pack(x[2], x[3]);
+  }
+};
+
+// Queries of this CTA's KV head, and in the last split the new key and value: a warp waits for two
+// at once.
+template <class P>
+__device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArguments& a, int layer,
+                                     int kv_head, bool has_new, uint32_t tag) {
+  const int kinds = has_new ? P::kGroup + 2 : P::kGroup, jobs = a.batch * kinds;
+#pragma unroll 1
+  for (int job = w.warp; job < jobs; job += 2 * kWarps) {
+    const HeadJob<P> first(w, a, layer, job, kinds);
+    const HeadJob<P> second(w, a, layer, job + kWarps < jobs ? job + kWarps : job, kinds);
+    const uint64_t* const from[2] = {first.packets(a.state, kv_head),
+                                     second.packets(a.state, kv_head)};
+    const uint64_t* const pairs[4] = {from[0], from[0] + P::kHead / 2, from[1],
+                                      from[1] + P::kHead / 2};
+    uint32_t found[8];
+    poll_words<P::kPolling>(pairs, tag, found);
+    first.finish(w, a.eps, {found[0], found[1], found[2], found[3]});
+    if (job + kWarps < jobs) second.finish(w, a.eps, {found[4], found[5], found[6], found[7]});
   }
 }
 
@@ -581,22 +595,24 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
 }
 
 // Attention over this CTA's split of the positions of each sequence, as packets of partial results.
+// Each sequence has a team of warps.
 template <class P>
 __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int layer,
                               uint32_t tag) {
   const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
-  const int lane = w.lane, team = w.warp / kTeamWarps, member = w.warp % kTeamWarps;
+  const int teams = P::kQuads == 2 ? 8 : a.batch > 2 ? 4 : a.batch;
+  const int warps = kWarps / teams, team = w.warp / warps, member = w.warp % warps;
+  const int lane = w.lane;
   const bool has_new = split == kSplits - 1;
   prepare_heads(w, a, layer, kv_head, has_new, tag);
   sync_consumers<2>();
-  if (const int s = 2 * member + team; has_new && s < a.batch) add_new(w, a, layer, s, kv_head);
-  float* const head_sums = w.template at<float>(P::kHeadSumsAt) + team * (kTeamWarps * P::kHeadRow);
-  float2* const maxima = w.template at<float2>(P::kMaximaAt) + team * (kTeamWarps * P::kGroup);
-  const uint32_t tile = member % P::kTiles * 2048;
+  if (has_new && member == warps - 1 && team < a.batch) add_new(w, a, layer, team, kv_head);
+  float* const head_sums = w.template at<float>(P::kHeadSumsAt) + team * warps * P::kHeadRow;
+  float2* const maxima = w.template at<float2>(P::kMaximaAt) + team * warps * P::kGroup;
 #pragma unroll 1
   for (int s = 0; s < a.batch; ++s) {
     const Split cached = cache_split<P::kKeys>(w.template at<Row>(P::kRowsAt)[s].position, split);
-    if (s % 2 != team) {
+    if (s != team) {
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) w.skip();
       continue;
@@ -607,14 +623,17 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
 #pragma unroll 1
     for (int stage = 0; stage < cached.stages; ++stage) {
       w.wait();
-      const int count = cached.count - stage * P::kKeys - 16 * (member % P::kTiles);
       uint32_t last = 0;
-      if (stage % (kTeamWarps / P::kTiles) == member / P::kTiles && count > 0)
-        last = one.add(w, queries, w.stage() + tile, w.stage() + kStageBytes / 2 + tile, count);
-      w.release(last);
+#pragma unroll 1
+      for (int tile = (member - stage * P::kTiles) & (warps - 1); tile < P::kTiles; tile += warps) {
+        const int count = cached.count - stage * P::kKeys - 16 * tile;
+        const uint32_t from = w.stage() + tile * 2048;
+        if (count > 0) last |= one.add(w, queries, from, from + kStageBytes / 2, count);
+      }
+      w.release_after(last);
     }
     // Warps with positions.
-    const int used = min(kTeamWarps, (cached.count + 15) / 16);
+    const int used = min(warps, (cached.count + 15) / 16);
     one.sum_lanes();
     if (member < used) {
       if (lane < P::kGroup) maxima[member * P::kGroup + lane] = make_float2(one.max, one.sum);
@@ -629,23 +648,23 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
         }
       }
     }
-    meet_team(team);
-    // Merges the warps: this thread has one head of a column, or of two.
-    const int of = lane % P::kGroup;
+    meet_team(team, warps);
+    // Merges the warps: this thread has one head of some columns.
+    const int of = lane % P::kGroup, threads = 32 * warps, thread = member * 32 + lane;
     const float score = has_new ? w.template at<float>(P::kScoresAt)[s * P::kGroup + of] : -1e30f;
     float most = score;
 #pragma unroll 1
     for (int q = 0; q < used; ++q) most = fmaxf(most, maxima[q * P::kGroup + of].x);
     const float new_weight = has_new ? ptx::ex2(score - most) : 0.0f;
-    constexpr int kColumnsOf = P::kHead * P::kGroup / (32 * kTeamWarps);
-    float out[kColumnsOf], sum = new_weight;
+    constexpr int kElements = P::kHead * P::kGroup, kMostElements = kElements / 64;
+    float out[kMostElements] = {}, sum = new_weight;
+    if (has_new) {
+      const auto* const values =
+          w.template at<__nv_bfloat16>(P::kNewAt) + (2 * s + 1) * P::kHead;
 #pragma unroll
-    for (int r = 0; r < kColumnsOf; ++r) {
-      const int column = (member * 32 + lane + r * 32 * kTeamWarps) / P::kGroup;
-      out[r] = 0.0f;
-      if (has_new)
-        out[r] = new_weight * __bfloat162float(w.template at<__nv_bfloat16>(
-                                  P::kNewAt)[(2 * s + 1) * P::kHead + column]);
+      for (int r = 0; r < kMostElements; ++r)
+        if (const int i = thread + r * threads; i < kElements)
+          out[r] = new_weight * __bfloat162float(values[i / P::kGroup]);
     }
 #pragma unroll 1
     for (int q = 0; q < used; ++q) {
@@ -653,38 +672,39 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
       const float weight = ptx::ex2(part.x - most);
       sum += weight * part.y;
 #pragma unroll
-      for (int r = 0; r < kColumnsOf; ++r)
-        out[r] += weight * head_sums[q * P::kHeadRow + member * 32 + lane + r * 32 * kTeamWarps];
+      for (int r = 0; r < kMostElements; ++r)
+        if (const int i = thread + r * threads; i < kElements)
+          out[r] += weight * head_sums[q * P::kHeadRow + i];
     }
     const int part = (s * P::kHeads + P::kGroup * kv_head + of) * kSplits + split;
 #pragma unroll
-    for (int r = 0; r < kColumnsOf; ++r)
-      write_packet(a.state + P::kPartial + part * P::kHead +
-              (member * 32 + lane + r * 32 * kTeamWarps) / P::kGroup,
-          out[r], tag);
+    for (int r = 0; r < kMostElements; ++r)
+      if (const int i = thread + r * threads; i < kElements)
+        write_packet(a.state + P::kPartial + part * P::kHead + i / P::kGroup, out[r], tag);
     if (member == 0 && lane < P::kGroup) {
       write_packet(a.state + P::kPartialSums + 2 * part, most, tag);
       write_packet(a.state + P::kPartialSums + 2 * part + 1, sum, tag);
     }
-    // The team's sums are free again.
-    meet_team(team);
   }
 }
 
-// Merges the splits of 16 columns of a head of a sequence, by one warp.
+// Merges the splits of up to 16 columns of a head of a sequence, by one warp.
 template <class P>
 __device__ inline void combine(const Consumer<P>& w, const DecodeStepArguments& a, uint32_t tag) {
-  constexpr int kBlocks = P::kQuery / (16 * kCtas);
+  // Columns of this CTA, and blocks of up to 16 of them.
+  constexpr int kOwn = P::kQuery / kCtas, kBlocks = (kOwn + 15) / 16;
   const int s = w.warp / kBlocks, lane = w.lane;
   if (s >= a.batch) return;
-  const int first_column = (blockIdx.x * kBlocks + w.warp % kBlocks) * 16, column = lane & 7;
+  const int first_column = blockIdx.x * kOwn + w.warp % kBlocks * 16;
+  const int column = (lane & 7) % (kOwn / 2);
   const int part = (s * P::kHeads + first_column / P::kHead) * kSplits + (lane >> 3) * 4;
-  const float3 merged = merge_splits<P::kHead, P::kPartial, P::kPartialSums>(
+  const float3 merged = merge_splits<P::kPolling, P::kHead, P::kPartial, P::kPartialSums>(
       a.state, part, first_column % P::kHead, column, tag);
   static_assert(kCopies == 4);
-  write_packet(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
-          first_column / 2 + column,
-               pack(merged.x * merged.z, merged.y * merged.z), tag);
+  if (column == (lane & 7))
+    write_packet(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
+                     first_column / 2 + column,
+                 pack(merged.x * merged.z, merged.y * merged.z), tag);
 }
 
 // The largest logit of each sequence over all CTAs, and the last tag.
@@ -765,10 +785,12 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
     for (int i = 0; i < P::kOutBlocks; ++i)
       if (i == block) next = residual[i] += total;
-    if (is_there && group < P::kOutGroups)
-      write_packet(packets + vector + (w.t * P::kSequences + own.sequence) * kHidden +
-              (cta * P::kOutGroups + group) * 8 + own.row,
-          next, tag);
+    // The next row's.
+    const float other = __shfl_xor_sync(~0u, next, 8);
+    if (is_there && group < P::kOutGroups && own.row % 2 == 0)
+      write_packet(packets + vector + (w.t * P::kSequences + own.sequence) * (kHidden / 2) +
+                       (cta * P::kOutGroups + group) * 4 + own.row / 2,
+                   pack(next, other), tag);
   };
 
 #pragma unroll 1
@@ -777,7 +799,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
     {
       Normed<P> x;
       x.read(w, a, norms + static_cast<size_t>(layer) * P::kColumns,
-             layer == 0 ? nullptr : copy_of(P::kIn, kHidden), tag - 1);
+             layer == 0 ? nullptr : copy_of(P::kIn, kHidden / 2), tag - 1);
       float factor = 0.0f;
       multiply_rows(w, x, P::kQkvGroups, a.batch, [&](int block) {
         if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
@@ -797,7 +819,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
                                         [&](int block) { add_residuals(block, P::kMiddle, tag); });
     {
       Normed<P> x;
-      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * P::kColumns, copy_of(P::kMiddle, kHidden),
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * P::kColumns, copy_of(P::kMiddle, kHidden / 2),
              tag);
       float factor = 0.0f;
       // Groups of gate and up by turns.
@@ -819,7 +841,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   }
 
   Normed<P> x;
-  x.read(w, a, a.norm, copy_of(P::kIn, kHidden), base + a.layers);
+  x.read(w, a, a.norm, copy_of(P::kIn, kHidden / 2), base + a.layers);
   float factor = 0.0f;
   Argmax best;
   const bool is_valid = rows[own.sequence].is_valid;

@@ -23,8 +23,8 @@ CTAS, WARPS, ROWS, COLUMNS = 128, 16, 8, 1024
 STAGE = ROWS * COLUMNS
 # Copies of each vector that all CTAs read, and splits of the positions for each KV head.
 COPIES, SPLITS = 4, 16
-# KV heads of a step, each for 16 CTAs, and the most query heads of each.
-KV_HEADS, MOST_GROUP = 8, 4
+# KV heads of a step, each for 16 CTAs.
+KV_HEADS = 8
 # The most sequences of a call.
 LARGEST_BATCH = 8
 
@@ -133,8 +133,8 @@ def filled_up(config: DecoderConfig) -> DecoderConfig:
     hidden_size, mlp_size = (
         -(-extent // COLUMNS) * COLUMNS for extent in (config.hidden_size, config.mlp_size)
     )
-    is_shared = config.kv_heads != KV_HEADS
-    heads = KV_HEADS * MOST_GROUP if is_shared else config.heads
+    copies = KV_HEADS // config.kv_heads
+    heads = KV_HEADS * -(-config.heads // config.kv_heads // copies)
     return dataclasses.replace(
         config, hidden_size=hidden_size, mlp_size=mlp_size, heads=heads, kv_heads=KV_HEADS
     )
@@ -274,9 +274,44 @@ def state_words(config: DecoderConfig, batch: int) -> int:
     d, q = config.hidden_size, config.heads * config.head_dim
     qkv = q + 2 * config.kv_heads * config.head_dim
     partials = SPLITS * (q + 2 * config.heads)
-    packets = COPIES * (2 * d + (q + config.mlp_size) // 2) + qkv + partials + 4 * CTAS
+    # Residuals: a word each, or for more sequences two in a word.
+    residuals = 2 * d if is_single else d
+    packets = COPIES * (residuals + (q + config.mlp_size) // 2) + qkv + partials + 4 * CTAS
     sequences = 1 if is_single else 4 if batch <= 4 else 8
     return 2 * (16 + sequences * packets)
+
+
+def operands(
+    params: Params,
+    config: DecoderConfig,
+    packed: Array,
+    tables: list[Array],
+    cache: tuple[Array, Array],
+    state: Array,
+    tokens: Array,
+    positions: Array,
+) -> tuple[list[Array], dict[str, Any]]:
+    """Returns operands and attributes of the call for what `step` takes."""
+    layers = params["layers"]
+
+    def vectors(name: str, size: int) -> Array:
+        # A kernel without norms of heads or biases does not read them.
+        found: Array = layers.get(name, jnp.zeros((config.layers, size), jnp.bfloat16))
+        return found
+
+    heads = config.heads + 2 * config.kv_heads
+    arrays = [packed, params["embedding"], layers["attention_norm"]]
+    arrays += [vectors("qkv_bias", heads * config.head_dim)]
+    arrays += [vectors(name, config.head_dim) for name in ("q_norm", "k_norm")]
+    arrays += [layers["mlp_norm"], params["norm"], *tables]
+    attributes = {
+        "heads": np.int64(config.heads),
+        "mlp_size": np.int64(config.mlp_size),
+        "qk_norm": np.bool_(config.qk_norm),
+        "has_bias": np.bool_(config.qkv_bias),
+        "eps": np.float64(config.eps),
+    }
+    return [*arrays, tokens, positions, *cache, state], attributes
 
 
 def step(
@@ -294,20 +329,8 @@ def step(
     `tables` are cosines and sines [S, head_dim / 2] of the cache's positions.
     A token or position outside its range has NaN logits, token -1 and an unchanged cache.
     """
-    layers = params["layers"]
-
-    def vectors(name: str, size: int) -> Array:
-        # A kernel without norms of heads or biases does not read them.
-        found: Array = layers.get(name, jnp.zeros((config.layers, size), jnp.bfloat16))
-        return found
-
-    heads = config.heads + 2 * config.kv_heads
-    operands = [packed, params["embedding"], layers["attention_norm"]]
-    operands += [vectors("qkv_bias", heads * config.head_dim)]
-    operands += [vectors(name, config.head_dim) for name in ("q_norm", "k_norm")]
-    operands += [layers["mlp_norm"], params["norm"], *tables]
-    operands += [tokens, positions, *cache, state]
-    each, last = tokens.shape, len(operands) - 1
+    arrays, attributes = operands(params, config, packed, tables, cache, state, tokens, positions)
+    each, last = tokens.shape, len(arrays) - 1
     results = [
         ((*each, config.vocab_size), jnp.float32),
         (each, jnp.int32),
@@ -320,11 +343,4 @@ def step(
         vmap_method="sequential",
         input_output_aliases={last - 2: 3, last - 1: 4, last: 5},
     )
-    attributes = {
-        "heads": np.int64(config.heads),
-        "mlp_size": np.int64(config.mlp_size),
-        "qk_norm": np.bool_(config.qk_norm),
-        "has_bias": np.bool_(config.qkv_bias),
-        "eps": np.float64(config.eps),
-    }
-    return Step(*call(*operands, **attributes))
+    return Step(*call(*arrays, **attributes))
