@@ -26,12 +26,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from pallas_bridge._src.arrays import Signature
+from pallas_bridge._src.generation import kernel, model, sampling
 from pallas_bridge._src.targets import declared, every
 
 import pallas_bridge
+from pallas_bridge import generation
 
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 # The kernels' variants, by the options that choose them.
@@ -759,6 +762,84 @@ def attention_cases(quick: bool) -> Iterator[Attention]:
 
 
 @dataclass(frozen=True)
+class Step(Case):
+    """A token of each sequence, by a decoder of one layer."""
+
+    of: str
+    batch: int
+    length: int = 256
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Holds logits against XLA's, of rows at positions of their own."""
+        dims = kernel.DIMENSIONS[self.of]
+        config = generation.DecoderConfig(
+            layers=1, vocab_size=1003, tied_head=True, rope_base=1e4, **dims._asdict()
+        )
+        shape = (1, self.batch, self.length, config.kv_heads, config.head_dim)
+        positions = np.array([self.length - 1, 0, 100, 17, 64])[: self.batch]
+        tokens = rng.integers(0, config.vocab_size, self.batch)
+        keys, values = rng.normal(size=(2, *shape)).astype(DTYPES["bf16"])
+        with jax.enable_x64(False), jax.default_device(jax.devices("cpu")[0]):
+            params = generation.init_params(config, int(rng.integers(2**31)))
+            packed = kernel.pack_weights(params, config)
+            tables = model.position_tables(config, jnp.arange(self.length, dtype=jnp.int32))
+            state = kernel.init_state(config, self.batch)
+            each = [jnp.asarray(one, jnp.int32) for one in (tokens, positions)]
+            cache = generation.Cache(jnp.asarray(keys), jnp.asarray(values))
+            operands, attributes = kernel.operands(
+                params, config, packed, tables, cache, state, *each
+            )
+            arrays: list[Any] = [np.array(one) for one in operands]
+            # Donates the cache.
+            right, _ = model._decode_step(params, config, cache, *each, False, False)
+        rows = (self.batch,)
+        drawn = [((*rows, 1003), np.float32), (rows, np.int32), (rows, np.float32)]
+        results = [jax.ShapeDtypeStruct(*one) for one in drawn]
+        results += [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in arrays[-3:]]
+        aliases = {12: 3, 13: 4, 14: 5}
+        found = call(self.target, arrays, attributes, results=results, aliases=aliases)
+        hold(found[:1], [np.asarray(right, np.float64)], 5e-2)
+        assert (found[1] == found[0].argmax(1)).all(), found[1]
+
+
+@dataclass(frozen=True)
+class Draw(Case):
+    """A draw of a token of each row."""
+
+    options: tuple[float, float, float, float]
+    vocab: int
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Holds log-probabilities against those of the tokens, and tokens against XLA's."""
+        logits = (2 * rng.normal(size=(3, self.vocab))).astype(np.float32)
+        keys = rng.integers(0, 2**31, (3, 2)).astype(np.int32)
+        steps = np.arange(3, dtype=np.int32)
+        vector = np.array(self.options, np.float32)
+        results = [jax.ShapeDtypeStruct((3,), dtype) for dtype in (np.int32, np.float32)]
+        token, logp = call(self.target, [logits, keys, steps, vector], results=results)
+        z = logits.astype(np.float64) / self.options[0]
+        z -= np.log(np.exp(z).sum(1, keepdims=True))
+        hold([logp], [z[np.arange(3), token]], 1e-4)
+        with jax.enable_x64(False), jax.default_device(jax.devices("cpu")[0]):
+            right, _ = sampling._draw(
+                jnp.asarray(logits),
+                jnp.asarray(keys.view(np.uint32)),
+                jnp.asarray(steps),
+                sampling.Sampling(*vector),
+            )
+        assert (token == np.asarray(right)).all(), (token, right)
+
+
+def decoding_cases() -> Iterator[Case]:
+    """Each kernel of a step, and draws with and without passes over the logits."""
+    for of, batch in (("Qwen3-0.6B", 1), ("Qwen3-0.6B", 5), ("Qwen2.5-0.5B", 2)):
+        yield Step("decode_step", of, batch)
+    for vocab in (37, 40_003):
+        yield Draw("sample", (0.7, np.inf, 1.0, 0.0), vocab)
+        yield Draw("sample", (1.0, 20.0, 0.9, 0.01), vocab)
+
+
+@dataclass(frozen=True)
 class Plain(Case):
     """A call of a target that no case above has, compared with its kernel for CPUs."""
 
@@ -851,6 +932,8 @@ def main() -> int:
         *attention_cases(arguments.quick),
         *linear_cases(),
     ]
+    if arguments.platform == "cuda":
+        known += decoding_cases()
     known += plain_cases(known)
     if arguments.no_products:
         known = [case for case in known if not case.has_products]
