@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pallas_bridge._src.optimizers import call as step_call
 from pallas_bridge._src.optimizers import codes, muon, rounding, trees
 
 from pallas_bridge import optax as ours
@@ -189,16 +190,25 @@ def wrong_codes(x: np.ndarray, size: np.ndarray, got: codes.Quantized, *, signed
     return int(np.sum((chosen != right) & ~is_tie))
 
 
-@pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(40, 256), (33, 128), (65, 64)])
+@pytest.mark.parametrize(
+    ("shape", "grad_dtype", "implementation"),
+    [
+        ((40, 256), jnp.float32, "reference"),
+        ((33, 128), jnp.bfloat16, "reference"),
+        ((65, 64), jnp.float32, "reference"),
+        ((67, 256), jnp.bfloat16, "custom_call"),
+        ((133, 128), jnp.float32, "custom_call"),
+        ((67, 64), jnp.bfloat16, "custom_call"),
+    ],
+)
 def test_a_step_in_eight_bits_is_that_of_float64(
-    rng: np.random.Generator, shape: tuple[int, int], grad_dtype: Any
+    rng: np.random.Generator, shape: tuple[int, int], grad_dtype: Any, implementation: Any
 ) -> None:
     """One step from a random state; codes at ties would make further steps differ by more."""
     params = {"w": jnp.asarray(rng.normal(size=shape), jnp.float32)}
     magnitudes = 10 ** rng.uniform(-4, 0, shape)
     grads = {"w": jnp.asarray(rng.normal(size=shape) * magnitudes, grad_dtype)}
-    optimizer: Any = ours.adamw8bit(1e-2, weight_decay=0.1)
+    optimizer: Any = ours.adamw8bit(1e-2, weight_decay=0.1, implementation=implementation)
     state = optimizer.init(params)
     block = state.mu["w"].block_size
     mu, nu = (
@@ -219,6 +229,44 @@ def test_a_step_in_eight_bits_is_that_of_float64(
     assert (np.abs(new["w"] - right) <= 1e-5 * size).all()
     for index, got in enumerate((state.mu, state.nu)):
         assert wrong_codes(moments[index], sizes[index], got["w"], signed=index == 0) == 0
+
+
+def test_the_kernel_rounds_as_the_reference(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more arrays than a call has, of one that does not decay, and one with float32 state."""
+    monkeypatch.setattr(step_call, "ARRAYS_OF_CPU_CALL", 2)
+    shapes = [(17, 256), (34, 128), (5, 1024), (3, 7)]
+    params = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    grads = jax.tree.map(lambda one: one * 0.1, params)
+    mask = [True, False, True, True]
+    found = {}
+    for implementation in ("reference", "custom_call"):
+        options: Any = {"rounding_seed": 5, "mask": mask, "implementation": implementation}
+        optimizer: Any = ours.adamw8bit(1e-2, weight_decay=0.1, max_norm=1.0, **options)
+        lowered = jax.jit(optimizer.update_and_apply).lower(grads, optimizer.init(params), params)
+        calls = lowered.as_text().count("@xentile_adamw_8bit(")
+        assert implementation == "reference" or jax.default_backend() != "cpu" or calls == 2
+        found[implementation] = lowered.compile()(grads, optimizer.init(params), params)
+    (right, _), (got, _) = found.values()
+    # Apart from a sum beside the number at which random bits decide.
+    pairs = zip(jax.tree.leaves(right), jax.tree.leaves(got), strict=True)
+    assert max(np.mean(np.asarray(x != y)) for x, y in pairs) < 2e-3
+    assert difference(right, got) < 0.02
+
+
+def test_the_kernel_is_mapped_and_differentiated_as_the_reference(rng: np.random.Generator) -> None:
+    params = jnp.asarray(rng.normal(size=(2, 16, 256)), jnp.float32)
+    results = []
+    for implementation in ("reference", "custom_call"):
+        optimizer: Any = ours.adamw(1e-2, implementation=implementation)
+
+        def loss(params: jax.Array, optimizer: Any = optimizer) -> jax.Array:
+            state = optimizer.init(params)
+            return jnp.sum(optimizer.update_and_apply(jnp.sin(params), state, params)[0] ** 2)
+
+        results.append((jax.vmap(loss)(params), jax.grad(loss)(params)))
+    assert difference(*results) < 1e-4
 
 
 def test_table_has_256_values_in_order() -> None:

@@ -29,6 +29,7 @@ pub mod norm;
 pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
+pub mod optimizers;
 mod parallel;
 mod product;
 pub mod rope;

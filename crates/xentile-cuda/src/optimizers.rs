@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use xentile::DType;
+use xentile::optimizers::BLOCKS;
 
 use crate::driver::{Driver, Extent, Kernel, RawStream};
 use crate::{Device, Error, Result, check_alignment, library};
@@ -39,12 +40,6 @@ numbers! {
     THREADS: u32 = kOptimizerThreads, 256;
     TILE: u32 = kOptimizerTile, 8192;
 }
-
-/// The words of [`AdamW8bit::run`]'s scalars.
-pub const SCALARS: usize = 16;
-
-/// The extents that blocks of 8-bit state may have.
-pub const BLOCKS: [usize; 3] = [256, 128, 64];
 
 impl Array {
     const NONE: Self = Self {
@@ -110,8 +105,8 @@ impl AdamW8bit {
         unsafe { self.kernel(stream) }.map(drop)
     }
 
-    /// Has `stream` make a step, in a launch for every 256 parameters. `scalars` are [`SCALARS`] words on the
-    /// device in the order of `OptimizerScalars` in kernels/optimizers.cuh. `leaves` has a word for each
+    /// Has `stream` make a step, in a launch for every 256 parameters. `scalars` are the words of
+    /// [`Scalars`](xentile::optimizers::Scalars) on the device. `leaves` has a word for each
     /// parameter: twice its number, which seeds stochastic rounding, plus 1 if it decays.
     ///
     /// # Errors

@@ -22,6 +22,8 @@ pub enum ElementType {
     S32,
     /// `i64`.
     S64,
+    /// `ui8`.
+    U8,
     /// `i1`.
     Pred,
     /// `f8E4M3FN`.
@@ -32,12 +34,13 @@ pub enum ElementType {
 
 impl ElementType {
     /// Every type.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::F32,
         Self::Bf16,
         Self::F16,
         Self::S32,
         Self::S64,
+        Self::U8,
         Self::Pred,
         Self::F8E4M3Fn,
         Self::F8E5M2,
@@ -50,7 +53,7 @@ impl ElementType {
             Self::S64 => 8,
             Self::F32 | Self::S32 => 4,
             Self::Bf16 | Self::F16 => 2,
-            Self::Pred | Self::F8E4M3Fn | Self::F8E5M2 => 1,
+            Self::U8 | Self::Pred | Self::F8E4M3Fn | Self::F8E5M2 => 1,
         }
     }
 
@@ -67,6 +70,7 @@ impl Display for ElementType {
             Self::F16 => "f16",
             Self::S32 => "i32",
             Self::S64 => "i64",
+            Self::U8 => "ui8",
             Self::Pred => "i1",
             Self::F8E4M3Fn => "f8E4M3FN",
             Self::F8E5M2 => "f8E5M2",
@@ -295,7 +299,7 @@ impl Builder {
             // As bits, since decimals have no infinities.
             ElementType::F32 => format!("0x{:08X}", (value as f32).to_bits()),
             ElementType::Pred => (value != 0.0).to_string(),
-            ElementType::S32 | ElementType::S64 => format!("{}", value as i64),
+            ElementType::S32 | ElementType::S64 | ElementType::U8 => format!("{}", value as i64),
             ElementType::Bf16 | ElementType::F16 | ElementType::F8E4M3Fn | ElementType::F8E5M2 => {
                 panic!("constants are written in f32, not in {}", ty.element)
             }

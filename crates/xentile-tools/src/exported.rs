@@ -42,6 +42,7 @@ pub(crate) fn tensor_type(spec: &ArraySpec, problem: &Problem) -> TensorType {
         ElementRule::Compute => problem.dtype.into(),
         ElementRule::Is(dtype) => dtype.into(),
         ElementRule::Fp8(format) => format.into(),
+        ElementRule::Byte => ElementType::U8,
         ElementRule::Index => ElementType::S32,
     };
     TensorType::new(&spec.extents(problem), element)

@@ -158,6 +158,7 @@ fn rows(specs: &[ArraySpec], note: &str) -> Vec<[String; 4]> {
             ElementRule::Compute => "of the dtype".to_owned(),
             ElementRule::Is(dtype) => dtype.to_string(),
             ElementRule::Fp8(format) => format.to_string(),
+            ElementRule::Byte => "ui8".to_owned(),
             ElementRule::Index => "i32".to_owned(),
         };
         let role = match spec.role {

@@ -214,6 +214,7 @@ pub(crate) fn upload(
         Array::F16(elements) => upload_by_rank(session, elements, &ty),
         Array::F64(_) => bail!("{} is in float64, which no device takes", spec.name),
         Array::I64(elements) => session.upload_indices(elements, &ty),
+        Array::U8(elements) => upload_by_rank(session, elements, &ty),
         Array::F8(format, bits) => session.upload_bits(bits, fp8(*format), &ty.dims),
     };
     floats(session)
@@ -241,7 +242,8 @@ pub(crate) fn read(buffer: &Buffer, array: &mut Array<'_>) -> Result<()> {
                 *to = from.into();
             }
         }
-        Array::I64(_) => bail!("no program gives integers"),
+        Array::U8(elements) => buffer.copy_to(elements.to_mut())?,
+        Array::I64(_) => bail!("no program gives integers of 64 bits"),
         Array::F8(format, bits) => {
             let (found, wanted) = (buffer.dtype()?, fp8(*format));
             ensure!(found == wanted, "a result is {found}; it must be {wanted}");

@@ -1,12 +1,14 @@
-//! Steps of optimizers over many arrays: the shapes of their targets, for GPUs alone.
+//! Steps of optimizers over many arrays: the shapes of their targets.
 //!
 //! Declarations have the arrays of one parameter. A call has these for each of its parameters, one
 //! after the other, between `leaves` and the end of the operands, and so its results.
 
+pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
-use xla_ffi::DType;
+use xentile::optimizers::BLOCKS;
+use xla_ffi::{DType, Error, Result};
 
 use crate::declaration::{Alias, ArrayDecl, Declaration, Dtype, F32, S32, Stages, input, output};
 
@@ -16,7 +18,7 @@ const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
 const SCALES: &str = "*batch B";
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW_8BIT];
+pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "N", S32);
@@ -27,11 +29,29 @@ const fn in_place(operand: &'static str, result: &'static str) -> Alias {
     Alias { operand, result, always: true }
 }
 
+pub(crate) const ADAMW: Declaration = Declaration {
+    name: c"xentile_adamw",
+    summary: "A step of AdamW, in place; arrays are repeated as for `adamw_8bit`.",
+    cuda: Stages::None,
+    operands: &[SCALARS, LEAVES, GRADS, PARAMS, input("mu", ARRAY, F32), input("nu", ARRAY, F32)],
+    results: &[
+        output("new_params", ARRAY, LIKE_PARAMS),
+        output("new_mu", ARRAY, F32),
+        output("new_nu", ARRAY, F32),
+    ],
+    maps_shared: false,
+    aliases: &[
+        in_place("params", "new_params"),
+        in_place("mu", "new_mu"),
+        in_place("nu", "new_nu"),
+    ],
+    ..Declaration::BASE
+};
+
 pub(crate) const ADAMW_8BIT: Declaration = Declaration {
     name: c"xentile_adamw_8bit",
     summary: "A step of AdamW with moments in 8 bits and a scale for each block of 256, 128 or 64, in \
               place. The arrays after `leaves`, and the results, are repeated for each of N parameters.",
-    host: Stages::None,
     operands: &[
         SCALARS,
         LEAVES,
@@ -59,3 +79,24 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
     ],
     ..Declaration::BASE
 };
+
+/// The names of a parameter's operands, the gradient first.
+pub(crate) fn operands(of: &Declaration) -> impl Iterator<Item = &'static str> + use<> {
+    of.operands.iter().map(|operand| operand.name).skip(2)
+}
+
+/// The extent of blocks of an array `[.., D]` with scales `[.., D / block]`.
+pub(crate) fn block_size(params: &[usize], scales: &[usize]) -> Result<usize> {
+    let block = match (params.split_last(), scales.split_last()) {
+        (Some((&columns, leading)), Some((&blocks, others))) if leading == others => {
+            BLOCKS.into_iter().find(|block| blocks * block == columns)
+        }
+        _ => None,
+    };
+    block.ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "`mu_scales` has shape {scales:?}; it must have a scale for each 256, 128 or 64 entries of the \
+             last axis of `params`, {params:?}"
+        ))
+    })
+}

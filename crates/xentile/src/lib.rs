@@ -25,6 +25,7 @@ pub mod norm;
 pub mod operation;
 #[cfg(feature = "operation")]
 mod operations;
+pub mod optimizers;
 pub mod rms_norm_fp8;
 pub mod rope;
 mod shape;

@@ -121,6 +121,8 @@ pub enum ElementRule {
     Is(DType),
     /// An FP8 format, stored as bits.
     Fp8(Format),
+    /// Unsigned integers of 8 bits.
+    Byte,
     /// Integers, 32-bit on devices.
     Index,
 }
@@ -197,7 +199,7 @@ impl ArraySpec {
         match self.element {
             ElementRule::Compute => problem.dtype.size_bytes(),
             ElementRule::Is(dtype) => dtype.size_bytes(),
-            ElementRule::Fp8(_) => 1,
+            ElementRule::Fp8(_) | ElementRule::Byte => 1,
             ElementRule::Index => size_of::<i32>(),
         }
     }
@@ -212,6 +214,7 @@ impl ArraySpec {
             ElementRule::Fp8(format) => {
                 Array::F8(format, vec![encode(format, value); length].into())
             }
+            ElementRule::Byte => Array::of(vec![value as u8; length]),
             ElementRule::Compute | ElementRule::Index => {
                 Array::filled(problem.dtype, length, value)
             }

@@ -32,6 +32,7 @@ NAMES = {
     "bfloat16": "bf16",
     "float16": "f16",
     "int32": "i32",
+    "uint8": "ui8",
     "float8_e4m3fn": "f8E4M3FN",
     "float8_e5m2": "f8E5M2",
 }

@@ -126,6 +126,23 @@ impl Numbers<u8> for Format {
     }
 }
 
+/// Unsigned integers.
+struct Integers;
+
+impl Numbers<u8> for Integers {
+    fn wide(&self, element: u8) -> f64 {
+        element.into()
+    }
+
+    fn nearest(&self, x: f64) -> f64 {
+        x.round_ties_even()
+    }
+
+    fn ulp(&self, _: f64) -> f64 {
+        1.0
+    }
+}
+
 /// One result that is being judged.
 struct OfResult<'a> {
     found: &'a Array<'a>,
@@ -201,6 +218,7 @@ impl Rows for OfResult<'_> {
             Array::Bf16(found) => self.errors(&Of::<bf16>::new(), found, first, expected, bound),
             Array::F16(found) => self.errors(&Of::<f16>::new(), found, first, expected, bound),
             Array::F8(format, found) => self.errors(format, found, first, expected, bound),
+            Array::U8(found) => self.errors(&Integers, found, first, expected, bound),
             Array::F64(_) | Array::I64(_) => return,
         };
         self.progress.done(expected.len());

@@ -173,6 +173,7 @@ fn one_wrong_entry_of_any_result_is_found() {
                         Array::F16(all) => all.to_mut()[index] = f16::from_f32(value),
                         Array::F64(all) => all.to_mut()[index] = value.into(),
                         Array::F8(format, all) => all.to_mut()[index] = encode(*format, value),
+                        Array::U8(all) => all.to_mut()[index] = value as u8,
                         other => panic!("{other:?}"),
                     }
                     let mut results = found.clone();

@@ -1,8 +1,10 @@
 //! Steps of optimizers on NVIDIA GPUs.
 
-use xentile_cuda::optimizers::{AdamW8bit, BLOCKS, Parameter as Step, SCALARS, State};
+use xentile::optimizers::WORDS;
+use xentile_cuda::optimizers::{AdamW8bit, Parameter as Step, State};
 use xla_ffi::{Buffer, Context, DType, Decoder, Error, OnDevice, Parameter, Result};
 
+use super::block_size;
 use crate::cuda::{Any, AnyMut};
 use crate::dtype;
 use crate::norm::cuda::run;
@@ -71,22 +73,6 @@ fn state([_, params, mu, mu_scales, nu, nu_scales]: &[Any; OPERANDS.len()]) -> R
     })
 }
 
-/// The extent of blocks of an array `[.., D]` with scales `[.., D / block]`.
-fn block_size(params: &[usize], scales: &[usize]) -> Result<usize> {
-    let block = match (params.split_last(), scales.split_last()) {
-        (Some((&columns, leading)), Some((&blocks, others))) if leading == others => {
-            BLOCKS.into_iter().find(|block| blocks * block == columns)
-        }
-        _ => None,
-    };
-    block.ok_or_else(|| {
-        Error::invalid_argument(format!(
-            "`mu_scales` has shape {scales:?}; it must have a scale for each 256, 128 or 64 entries of the \
-             last axis of `params`, {params:?}"
-        ))
-    })
-}
-
 /// Checks the dtype and the shape of an array.
 fn check(name: &str, array: Any, dtype: DType, dims: &[usize]) -> Result {
     if array.dtype() != dtype {
@@ -112,7 +98,7 @@ fn to_dtype(name: &str, array: Any) -> Result<xentile::DType> {
 
 fn adamw_8bit(scalars: Words, leaves: Words, arrays: Arrays, context: Context) -> Result {
     let count = arrays.operands.len();
-    for (name, words, right) in [("scalars", scalars, SCALARS), ("leaves", leaves, count)] {
+    for (name, words, right) in [("scalars", scalars, WORDS), ("leaves", leaves, count)] {
         if words.dims() != [right] {
             return Err(Error::invalid_argument(format!(
                 "`{name}` has shape {:?}; it must be [{right}]",

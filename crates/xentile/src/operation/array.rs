@@ -20,6 +20,8 @@ pub enum Array<'a> {
     F64(Cow<'a, [f64]>),
     /// Integers.
     I64(Cow<'a, [i64]>),
+    /// Unsigned integers of 8 bits.
+    U8(Cow<'a, [u8]>),
     /// The bits of numbers of 8 bits.
     F8(Format, Cow<'a, [u8]>),
 }
@@ -97,7 +99,7 @@ macro_rules! element {
     };
 }
 
-element!(f32: F32, bf16: Bf16, f16: F16, f64: F64, i64: I64);
+element!(f32: F32, bf16: Bf16, f16: F16, f64: F64, i64: I64, u8: U8);
 
 fn cut<E: Clone>(elements: Cow<'_, [E]>, length: usize) -> Cow<'_, [E]> {
     match elements {
@@ -124,6 +126,12 @@ impl<E: Element> Wide for E {
 impl Wide for f64 {
     fn wide(self) -> f64 {
         self
+    }
+}
+
+impl Wide for u8 {
+    fn wide(self) -> f64 {
+        self.into()
     }
 }
 
@@ -160,6 +168,7 @@ impl Array<'_> {
             Self::F16(elements) => elements.to_mut().fill(f16::from_f32(value)),
             Self::F64(elements) => elements.to_mut().fill(value.into()),
             Self::I64(elements) => elements.to_mut().fill(value as i64),
+            Self::U8(elements) => elements.to_mut().fill(value as u8),
             Self::F8(format, bits) => bits.to_mut().fill(encode(*format, value)),
         }
     }

@@ -13,6 +13,7 @@
 - fp8_quantize: x [T, D]; gives values, scales, and those of the transposed copy if asked for.
 - rms_norm_fp8: x [T, D], weight [D], residual; gives those of the norm, and the sum.
 - swiglu_fp8: x [T, 2F], which packs gate and up; gives those of y [T, F].
+- adamw, adamw8bit, lion8bit: as `optimizers.exported` has them.
 
 Residual, bias and sinks, and what follows from them, are there if the config has them; dx is the
 residual's gradient too. Packed texts with as many keys as queries have segment ids [T]; others the
@@ -49,6 +50,7 @@ from .flash_attention.options import ranges
 from .fp8_quantize.api import fp8_quantize, rms_norm_fp8, swiglu_fp8
 from .linear_attention.api import gated_delta_rule, linear_attention
 from .norm.api import layer_norm, rms_norm
+from .optimizers.exported import EXPORTS as OPTIMIZERS
 from .rope.api import rope
 
 FORMATS = {"f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2}
@@ -311,4 +313,5 @@ EXPORTS: Mapping[str, Exports] = {
     "fp8_quantize": Exports(_fp8_quantize, QUANTIZATION, ("hidden",)),
     "rms_norm_fp8": Exports(_rms_norm_fp8, (*NORM, *QUANTIZATION), ("hidden",), RMS),
     "swiglu_fp8": Exports(_swiglu_fp8, ("interleaved", *GATE, *QUANTIZATION), ("mlp",)),
+    **OPTIMIZERS,
 }

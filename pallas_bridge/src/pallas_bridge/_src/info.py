@@ -120,7 +120,8 @@ def operations_by_platform(
 def _platform(operation: Operation, platform: str, loaded: library.Library | None) -> PlatformInfo:
     """Returns what runs of an operation on a platform."""
     notes = "".join(f"; {note}" for of, note in operation.notes if of == platform)
-    if loaded is not None and platform in loaded.platforms_of(operation.target):
+    target = operation.target
+    if loaded is not None and target is not None and platform in loaded.platforms_of(target):
         by_xla = [
             one for one in operation.variants if library.prefers_xla(platform, operation.name, one)
         ]

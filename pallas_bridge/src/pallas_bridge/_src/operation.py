@@ -16,8 +16,9 @@ class Operation:
 
     # The name of its function.
     name: str
-    # The target of which there is a handler on every platform that has kernels.
-    target: str
+    # The target of which there is a handler on every platform that has kernels; None where no
+    # platform has any.
+    target: str | None
     # Those that may be asked for by name.
     implementations: tuple[Implementation, ...] = ("reference", "custom_call")
     # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in

@@ -80,9 +80,8 @@ class Options:
     def update_and_apply(self, grads: Any, state: State, params: Any) -> tuple[Any, State]:
         """Returns the parameters and the state after a step.
 
-        Each gradient, parameter and moment is read once, and each result written once: where state
-        is in 8 bits, on NVIDIA GPUs by a kernel for all arrays, which takes the memory of donated
-        parameters and state.
+        Each gradient, parameter and moment is read once, and each result written once, by a kernel
+        where there is one (`call`), which takes the memory of donated parameters and state.
         """
         step = self._prepare(grads, state, params)
         found = call.run(
@@ -214,6 +213,7 @@ def adamw(
     nesterov: bool = False,
     max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """AdamW with float32 state, as `optax.adamw`, with clipping and stochastic rounding.
 
@@ -222,8 +222,9 @@ def adamw(
     + weight_decay p), all in float32 (Loshchilov and Hutter, 2019).
 
     `update` and `init` are optax's, so that chains, masks, schedules and `inject_hyperparams` work.
-    `update_and_apply(grads, state, params)` returns the pair of new parameters and new state, of
-    which XLA makes one pass over each array.
+    `update_and_apply(grads, state, params)` returns the pair of new parameters and new state, in
+    one pass over each array: by XLA's program, or on CPUs by a kernel that takes the memory of
+    donated parameters and state.
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.
@@ -238,6 +239,8 @@ def adamw(
         their norm before. `math.inf` computes the norm alone; None neither.
       rounding_seed: rounds bfloat16 parameters stochastically, by a generator of seed, step, array
         and index; None rounds to nearest.
+      implementation: "custom_call", "reference" (XLA's program), or None: the kernel where there is
+        one, and one device of the platform.
 
     Returns:
       An `optax.GradientTransformation` whose state has `count`, `mu`, `nu` and `norm`. Parameters
@@ -263,6 +266,7 @@ def adamw(
         nesterov=nesterov,
         max_norm=max_norm,
         rounding_seed=rounding_seed,
+        implementation=implementation,
     )
 
 
@@ -290,10 +294,10 @@ def adamw8bit(
     128 and 64 that divides each device's share of it, else the state stays float32, with a warning.
     So does the state of arrays below 4096 entries.
 
-    Where there is a GPU with the library's kernels, `update_and_apply` is one kernel for all arrays
-    with 8-bit state, in their place. For that `jax.jit` must donate parameters and state, and the
-    function take them in the order that it returns them in: JAX gives the memory of the first
-    argument of a shape to the first result of it.
+    On CPUs and NVIDIA GPUs `update_and_apply` is a kernel, for many arrays at once, in their place.
+    For that `jax.jit` must donate parameters and state, and the function take them in the order
+    that it returns them in: JAX gives the memory of the first argument of a shape to the first
+    result of it.
 
     Args:
       learning_rate: as for `adamw`.
@@ -309,8 +313,7 @@ def adamw8bit(
         parameters do not show them.
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
-      implementation: "custom_call", "reference" (XLA's program), or None: the kernel on machines
-        with one NVIDIA GPU. "custom_call" needs parameters on one device.
+      implementation: as for `adamw`. "custom_call" needs parameters on one device.
 
     Returns:
       As for `adamw`; leaves of `mu` and `nu` in 8 bits are pairs of `codes`, uint8 of the

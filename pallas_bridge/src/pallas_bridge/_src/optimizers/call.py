@@ -1,11 +1,13 @@
-"""Steps that make parameters: XLA's program, or the library's kernel for 8 bits on NVIDIA GPUs.
+"""Steps that make parameters: XLA's program, or the library's kernels.
 
-Arrays with state in 8 bits, and parameters and gradients of one dtype each, are one call, whose
-operands are scalars, a word for each parameter, and then each parameter's arrays. The call
-writes parameters and state in the place of these; crates/xentile-xla/src/optimizers.rs declares it.
+Arrays with state in 8 bits or all in float32, and parameters and gradients of one dtype each, are
+one call, whose operands are scalars, a word for each parameter, and then each parameter's arrays.
+The call writes parameters and state in the place of these; crates/xentile-xla/src/optimizers.rs
+declares it.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters import xla as xla_interpreter
 
 from .. import library
 from ..operation import Implementation
 from . import formula
-from .codes import Quantized
 from .formula import Rule, Scalars
 from .trees import Leaf, is_quantized
 
@@ -28,7 +29,10 @@ Array = jax.Array
 Arrays = tuple[Array, Array, list[Any], Leaf]
 Result = tuple[Array, list[Any]]
 
-TARGET = "xentile_adamw_8bit"
+# By whether state is in 8 bits.
+TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
+# Arrays of a call, which looks through all of them for each that it takes.
+ARRAYS_OF_CPU_CALL = 16
 # Of parameters and of gradients.
 KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
 # The number of words of scalars.
@@ -59,19 +63,19 @@ def run(
     """Returns each parameter and its moments after a step."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, (grad, param, moments, _) in enumerate(arrays):
-        has_kernel = rule == "adam" and is_quantized(moments[0]) and param.size > 0
+        has_kernel = rule == "adam" and param.size > 0
         has_kernel &= {param.dtype, grad.dtype} <= {*KERNEL_DTYPES}
-        kind = (param.dtype, grad.dtype) if has_kernel else None
+        kind = (is_quantized(moments[0]), param.dtype, grad.dtype) if has_kernel else None
         groups[kind].append(index)
-    uses_kernel = implementation != "reference" and _is_usable(implementation)
     found: list[Any] = [None] * len(arrays)
     for kind, indices in groups.items():
         members = [arrays[index][:3] for index in indices]
         leaves = tuple(arrays[index][3] for index in indices)
-        if kind is None or not uses_kernel:
-            results = _dense(rule, leaves, rounds, scalars, members)
+        kernels = () if kind is None else _platforms(TARGETS[kind[0]], implementation)
+        if kernels:
+            results = _bind(leaves, rounds, kernels, scalars, members)
         else:
-            results = _bind(leaves, rounds, scalars, members)
+            results = _dense(rule, leaves, rounds, scalars, members)
         for index, result in zip(indices, results, strict=True):
             found[index] = result
     return found
@@ -89,26 +93,33 @@ def norm_and_clip(grads: list[Array], max_norm: Any) -> tuple[Array | None, Arra
     return norm, formula.clipping(norm, max_norm)
 
 
-def _is_usable(implementation: Implementation | None) -> bool:
-    """Returns whether programs for CUDA take the kernel.
+def _platforms(target: str, implementation: Implementation | None) -> tuple[str, ...]:
+    """Returns the platforms whose programs take a target's kernel.
 
-    Unless it is named they do on machines with one GPU: XLA would gather sharded arrays for it.
+    Unless it is named they do where there is one device: XLA would gather sharded arrays for it.
 
     Raises:
-        LibraryError: it is named, and there is no library, or none with kernels for GPUs.
+        LibraryError: it is named, and there is no library, or on a GPU none with kernels for GPUs.
     """
+    if implementation == "reference":
+        return ()
     if implementation == "custom_call":
         loaded = library.require()
-        if "cuda" not in loaded.platforms_of(TARGET):
+        found = loaded.platforms_of(target)
+        is_missing = jax.default_backend() == "gpu" and "cuda" not in found
+        if is_missing and target == TARGETS[True]:
             raise library.LibraryError(
                 f'implementation is "custom_call", and {loaded.path} has no kernels for NVIDIA '
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
             )
-        return True
-    if not library.has("cuda", TARGET):
-        return False
+        return tuple(found)
+    return tuple(one for one in ("cpu", "cuda") if library.has(one, target) and _is_single(one))
+
+
+def _is_single(platform: str) -> bool:
+    """Returns whether there is one device of a platform."""
     try:
-        return len(jax.devices("cuda")) == 1
+        return len(jax.devices(platform)) == 1
     except RuntimeError:
         return False
 
@@ -131,10 +142,18 @@ def _words(scalars: Scalars, rounds: bool) -> Array:
     return jnp.stack([*words, *rest])
 
 
-def _bind(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
-    """Returns parameters and moments by a call that has a kernel."""
+def _bind(
+    leaves: tuple[Leaf, ...],
+    rounds: bool,
+    kernels: tuple[str, ...],
+    scalars: Scalars,
+    arrays: Any,
+) -> list[Result]:
+    """Returns parameters and moments by a call that has a kernel on some platforms."""
     operands, structure = jax.tree.flatten((scalars, arrays))
-    results = STEP.bind(*operands, leaves=leaves, rounds=rounds, structure=structure)
+    results = STEP.bind(
+        *operands, leaves=leaves, rounds=rounds, kernels=kernels, structure=structure
+    )
     after: Any = jax.tree.structure([(param, new) for _, param, new in arrays])
     found: list[Result] = jax.tree.unflatten(after, results)
     return found
@@ -146,24 +165,59 @@ def _outputs(operands: Any, structure: Any) -> list[Any]:
     return jax.tree.leaves([(param, moments) for _, param, moments in arrays])
 
 
-def _lower(ctx: Any, *operands: Any, leaves: Any, rounds: bool, structure: Any) -> Any:
-    platforms = ctx.module_context.platforms
-    function = _kernel if tuple(platforms) == ("cuda",) else partial(_dense, "adam")
+def _lower(
+    ctx: Any, *operands: Any, leaves: Any, rounds: bool, kernels: tuple[str, ...], structure: Any
+) -> Any:
+    platforms = tuple(ctx.module_context.platforms)
+    step: Any = partial(_dense, "adam")
+    if len(platforms) == 1 and platforms[0] in kernels:
+        step = _kernels if platforms == ("cpu",) else _kernel
+    flat = _flat(step, leaves, rounds, structure)
+    return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
+
+
+def _flat(step: Any, leaves: Any, rounds: bool, structure: Any) -> Callable[..., list[Any]]:
+    """Returns a step as a function of the operands of the primitive."""
 
     def flat(*arrays: Any) -> list[Any]:
         scalars, of = jax.tree.unflatten(structure, arrays)
-        return jax.tree.leaves(function(leaves, rounds, scalars, of))
+        return jax.tree.leaves(step(leaves, rounds, scalars, of))
 
-    return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
+    return flat
+
+
+def _batch(operands: Any, axes: Any, *, leaves: Any, rounds: bool, structure: Any, **_: Any) -> Any:
+    """Maps XLA's program: many steps at once are no program of training."""
+    results = jax.vmap(_flat(partial(_dense, "adam"), leaves, rounds, structure), axes)(*operands)
+    return results, [0] * len(results)
+
+
+def _jvp(
+    primals: Any, tangents: Any, *, leaves: Any, rounds: bool, structure: Any, **_: Any
+) -> Any:
+    """Differentiates XLA's program."""
+    flat = _flat(partial(_dense, "adam"), leaves, rounds, structure)
+    return jax.jvp(flat, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 # One rule for all platforms: under a conditional over the platform no result could take the memory
 # of an operand.
-STEP = Primitive("xentile_adamw_8bit")
+STEP = Primitive("xentile_adamw")
 STEP.multiple_results = True
 STEP.def_impl(partial(xla_interpreter.apply_primitive, STEP))
 STEP.def_abstract_eval(lambda *avals, structure, **_: _outputs(avals, structure))
 mlir.register_lowering(STEP, _lower)
+batching.primitive_batchers[STEP] = _batch
+ad.primitive_jvps[STEP] = _jvp
+
+
+def _kernels(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
+    """Returns the results of calls of a few arrays each."""
+    found = []
+    for start in range(0, len(leaves), ARRAYS_OF_CPU_CALL):
+        some = slice(start, start + ARRAYS_OF_CPU_CALL)
+        found += _kernel(leaves[some], rounds, scalars, arrays[some])
+    return found
 
 
 def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
@@ -178,10 +232,8 @@ def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: An
             aliases[len(operands)] = len(results)
             operands.append(one)
             results.append(jax.ShapeDtypeStruct(one.shape, one.dtype))
-    flat = iter(jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)(*operands))
-    found: list[Result] = []
-    for _ in arrays:
-        param = next(flat)
-        moments = [Quantized(next(flat), next(flat)) for _ in range(2)]
-        found.append((param, moments))
+    target = TARGETS[is_quantized(arrays[0][2][0])]
+    flat = iter(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands))
+    after: Any = jax.tree.structure([(param, moments) for _, param, moments in arrays])
+    found: list[Result] = jax.tree.unflatten(after, flat)
     return found

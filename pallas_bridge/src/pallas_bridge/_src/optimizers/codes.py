@@ -125,7 +125,9 @@ def encode(x: jax.Array, block: int, *, signed: bool) -> Quantized:
     infinity scale infinity: none of the block is finite when decoded.
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    # Bits are in the order of |x|, and those of NaN the largest; XLA's maximum on CPUs drops NaN.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    scales = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     # 1 / scale, as the kernel has it; 0 of a block of zeros, and of subnormal scales.
     inverse = jnp.where(scales >= np.finfo(np.float32).tiny, 1 / scales, 0)
     scaled = blocks * inverse[..., None]

@@ -1,0 +1,13 @@
+"""What optimizers are to the rest of the package."""
+
+from ..operation import Operation
+
+BY_XLA = "XLA's own program"
+ADAMW = Operation("adamw", "xentile_adamw", falls_back=True, without=(("cuda", BY_XLA),))
+ADAMW_8BIT = Operation("adamw8bit", "xentile_adamw_8bit", falls_back=True)
+LION_8BIT = Operation(
+    "lion8bit",
+    target=None,
+    implementations=("reference",),
+    without=tuple((platform, BY_XLA) for platform in ("cpu", "cuda", "tpu")),
+)
