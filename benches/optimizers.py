@@ -5,7 +5,8 @@
 Parameters and gradients are those of a preset of examples/train, layer by layer, in float32, or in
 bfloat16 rounded stochastically. Each program takes its state's memory for the state after it. A
 copy is of the bytes that an update must read and write: 28 a float32 parameter for AdamW, 16 with
-8-bit state, 10 for bfloat16 parameters and gradients with it.
+8-bit state, 10 for bfloat16 parameters and gradients with it. On CPUs AdamW's kernels are beside
+XLA's program, `implementation="reference"`.
 """
 
 import sys
@@ -36,13 +37,13 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     return [(of.vocab, of.width), *(layer * of.layers)]
 
 
-def step_of(name: str) -> tuple[Any, Any]:
+def step_of(name: str, **options: Any) -> tuple[Any, Any]:
     """Returns a program's `init`, and its step of gradients, parameters and state."""
     make: dict[str, Callable[[], Any]] = {
-        "adamw": lambda: ours.adamw(1e-3),
+        "adamw": lambda: ours.adamw(1e-3, **options),
         "optax.adamw": lambda: optax.adamw(1e-3),
-        "adamw8bit": lambda: ours.adamw8bit(1e-3),
-        "adamw8bit, bfloat16": lambda: ours.adamw8bit(1e-3, rounding_seed=0),
+        "adamw8bit": lambda: ours.adamw8bit(1e-3, **options),
+        "adamw8bit, bfloat16": lambda: ours.adamw8bit(1e-3, rounding_seed=0, **options),
         "muon": lambda: ours.muon(1e-3),
         "optax.muon": lambda: optax.contrib.muon(1e-3),
     }
@@ -58,24 +59,32 @@ def step_of(name: str) -> tuple[Any, Any]:
 
 
 def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
-    """Measures a program and a copy of its bytes in turns."""
+    """Measures a program, a copy of its bytes and, on CPUs, XLA's program in turns."""
     dtype = jnp.bfloat16 if "bfloat16" in name else jnp.float32
     keys = jax.random.split(jax.random.key(0), 2 * len(shapes))
     draw = jax.jit(partial(jax.random.normal, dtype=dtype), static_argnums=1)
     params = [draw(key, shape) for key, shape in zip(keys[::2], shapes, strict=True)]
     grads = [draw(key, shape) for key, shape in zip(keys[1::2], shapes, strict=True)]
-    init, step = step_of(name)
-    held = [params, jax.jit(init)(params)]
-    del params
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, grads).compile()
+    held: dict[str, list[Any]] = {}
 
-    def start() -> Any:
-        held[:] = compiled(*held, grads)
-        return held
+    def start_of(part: str, **options: Any) -> tuple[Any, Callable[[], Any]]:
+        init, step = step_of(name, **options)
+        held[part] = [jax.tree.map(jnp.copy, params), jax.jit(init)(params)]
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held[part], grads).compile()
 
-    count = sum(leaf.size for leaf in grads)
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held[1]))
+        def start() -> Any:
+            held[part] = [*compiled(*held[part], grads)]
+            return held[part]
+
+        return compiled, start
+
+    compiled, start = start_of("step")
     starts = {"step": start}
+    if jax.default_backend() == "cpu" and name.startswith("adamw"):
+        _, starts["reference"] = start_of("reference", implementation="reference")
+    params.clear()
+    count = sum(leaf.size for leaf in grads)
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held["step"][1]))
     if name in BYTES:
         starts["copy"] = harness.device_copy(BYTES[name] * count // 2 * 2, 1)
     baseline = "copy" if name in BYTES else "step"
@@ -107,10 +116,11 @@ def main() -> int:
             harness.milliseconds_of(row, "step"),
             harness.milliseconds_of(row),
             *harness.ratios_of(row, ("step",) if "copy" in row else ()),
+            harness.milliseconds_of(row, "reference"),
             f"{state:.3f}" if state is not None else "",
         ]
 
-    heads = ["program", "ms", "copy ms", "time / copy", "state bytes a parameter"]
+    heads = ["program", "ms", "copy ms", "time / copy", "XLA ms", "state bytes a parameter"]
     return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
 
 

@@ -21,17 +21,13 @@ pub struct Optimizer {
 }
 
 /// AdamW with moments in f32.
-pub const ADAMW: Optimizer = Optimizer {
-    name: "adamw",
-    about: "a step of AdamW with moments in f32",
-    rule: Rule::Adam,
-    quantizes: false,
-};
+pub const ADAMW: Optimizer =
+    Optimizer { name: "adamw", about: "AdamW", rule: Rule::Adam, quantizes: false };
 
 /// AdamW with moments in 8 bits.
 pub const ADAMW_8BIT: Optimizer = Optimizer {
     name: "adamw8bit",
-    about: "a step of AdamW with moments in 8 bits",
+    about: "AdamW with 8-bit moments",
     rule: Rule::Adam,
     quantizes: true,
 };
@@ -39,7 +35,7 @@ pub const ADAMW_8BIT: Optimizer = Optimizer {
 /// Lion with its moment in 8 bits.
 pub const LION_8BIT: Optimizer = Optimizer {
     name: "lion8bit",
-    about: "a step of Lion with its moment in 8 bits",
+    about: "Lion with 8-bit moments",
     rule: Rule::Lion,
     quantizes: true,
 };
@@ -57,15 +53,6 @@ const BLOCKS: DimSpec = DimSpec {
     in_shape: false,
 };
 
-const LEARNING_RATE: OptionSpec =
-    OptionSpec::new("learning_rate", Kind::Number, Value::Number(1e-2), "finite", "of this step");
-const WEIGHT_DECAY: OptionSpec = OptionSpec::new(
-    "weight_decay",
-    Kind::Number,
-    Value::Number(0.1),
-    "finite",
-    "times the learning rate",
-);
 const STEP: OptionSpec =
     OptionSpec::new("step", Kind::Count, Value::Integer(10), "at least 1", "number of this step");
 const MAX_NORM: OptionSpec = OptionSpec::new(
@@ -73,7 +60,7 @@ const MAX_NORM: OptionSpec = OptionSpec::new(
     Kind::Number,
     Value::Absent,
     "at least 0",
-    "clips gradients to this norm, and gives theirs",
+    "clips gradients, and gives their norm",
 );
 const ROUNDING_SEED: OptionSpec = OptionSpec::new(
     "rounding_seed",
@@ -89,10 +76,11 @@ const BLOCK_SIZE: OptionSpec = OptionSpec::new(
     "256, 128 or 64",
     "entries of a block",
 );
-const F32_OPTIONS: [OptionSpec; 5] = [LEARNING_RATE, WEIGHT_DECAY, STEP, MAX_NORM, ROUNDING_SEED];
-const CODE_OPTIONS: [OptionSpec; 6] =
-    [LEARNING_RATE, WEIGHT_DECAY, STEP, MAX_NORM, ROUNDING_SEED, BLOCK_SIZE];
+const F32_OPTIONS: [OptionSpec; 3] = [STEP, MAX_NORM, ROUNDING_SEED];
+const CODE_OPTIONS: [OptionSpec; 4] = [STEP, MAX_NORM, ROUNDING_SEED, BLOCK_SIZE];
 
+const LEARNING_RATE: f32 = 1e-2;
+const WEIGHT_DECAY: f32 = 0.1;
 const EPS: f64 = 1e-8;
 
 /// Seeds of the parameter and of the moments.
@@ -123,7 +111,6 @@ impl Optimizer {
         let decays = b.map(|b: f64| [f64::from(b as f32), f64::from((1.0 - b) as f32)]);
         let step = problem.integer(STEP.name).unwrap_or(1) as i32;
         let [mu_scale, nu_scale] = decays.map(|[b, _]| 1.0 / (1.0 - b.powi(step)));
-        let number = |of: OptionSpec| f64::from(problem.number(of.name).unwrap_or(0.0) as f32);
         let max_norm = problem.number(MAX_NORM.name).unwrap_or(f64::INFINITY);
         let clip = match norm {
             Some(norm) if max_norm.is_finite() && norm >= max_norm => max_norm / norm,
@@ -131,10 +118,10 @@ impl Optimizer {
         };
         Hyper {
             rule: self.rule,
-            learning_rate: number(LEARNING_RATE),
+            learning_rate: LEARNING_RATE.into(),
             decays,
             eps: EPS,
-            weight_decay: number(WEIGHT_DECAY),
+            weight_decay: WEIGHT_DECAY.into(),
             scales: [mu_scale, 0.0, nu_scale],
             // The power of a decay, and the difference from 1.
             scale_error: 4.0 * U * mu_scale.max(nu_scale),
@@ -204,7 +191,7 @@ impl Operation for Optimizer {
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
             name: "entry_roundings",
-            about: "error of an entry, in roundings of f32 of the terms that it sums",
+            about: "error of an entry, in roundings of f32",
             default: |_| 64.0,
         }];
         &ALL
@@ -220,12 +207,6 @@ impl Operation for Optimizer {
 
     fn validate(&self, problem: &Problem) -> Result<()> {
         let wrong = |name, value, requirement| Err(Error::Option { name, value, requirement });
-        for option in [LEARNING_RATE, WEIGHT_DECAY] {
-            let value = problem.number(option.name).unwrap_or(0.0);
-            if !value.is_finite() {
-                return wrong(option.name, value, option.range);
-            }
-        }
         let max_norm = problem.number(MAX_NORM.name).unwrap_or(0.0);
         if max_norm.is_nan() || max_norm < 0.0 {
             return wrong(MAX_NORM.name, max_norm, MAX_NORM.range);

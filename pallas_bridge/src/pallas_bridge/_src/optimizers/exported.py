@@ -50,8 +50,7 @@ def _program(cell: Cell, given: dict[str, Any]) -> Program:
     else:
         shape = (cell.tokens, cell.settings.blocks, _block_size(given))
         state = [Shape(shape, jnp.uint8), Shape(shape[:2], jnp.float32)] * moments
-    given = {"learning_rate": 1e-2, "weight_decay": 0.1, **given}
-    optimizer: Any = make(**given)
+    optimizer: Any = make(learning_rate=1e-2, weight_decay=0.1, **given)
 
     def flat(one: jax.Array) -> jax.Array:
         return one.reshape(cell.tokens, -1)
@@ -76,7 +75,7 @@ def _program(cell: Cell, given: dict[str, Any]) -> Program:
     return checked(Program("forward", forward, [rows, rows, *state]))
 
 
-OPTIONS = ("learning_rate", "weight_decay", "step", "max_norm", "rounding_seed")
+OPTIONS = ("step", "max_norm", "rounding_seed")
 EXPORTS: Mapping[str, Exports] = {
     name: Exports(_program, OPTIONS, ("hidden",))
     if name == "adamw"
