@@ -278,18 +278,19 @@ def test_table_has_256_values_in_order() -> None:
         assert values[-1] == 1
 
 
-def test_infinity_stays_in_its_block(rng: np.random.Generator) -> None:
+def test_infinity_and_nan_stay_in_their_blocks(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(32, 256)), jnp.float32)}
     grads = jax.tree.map(jnp.ones_like, params)
-    grads["w"] = grads["w"].at[3, 5].set(jnp.inf)
+    grads["w"] = grads["w"].at[3, 5].set(jnp.inf).at[9, 200].set(jnp.nan)
     optimizer: Any = ours.adamw8bit(1e-2, max_norm=np.inf)
     new, state = jax.jit(optimizer.update_and_apply)(grads, optimizer.init(params), params)
-    assert np.isinf(state.norm)
+    assert not np.isfinite(state.norm)
+    assert [row for row in range(32) if np.isnan(state.nu["w"].scales[row, 0])] == [9]
     step = jax.jit(optimizer.update_and_apply)
     for _ in range(2):
         new, state = step(jax.tree.map(jnp.ones_like, params), state, new)
     finite = np.isfinite(np.asarray(new["w"])).all(axis=1)
-    assert finite.tolist() == [row != 3 for row in range(32)]
+    assert finite.tolist() == [row not in (3, 9) for row in range(32)]
 
 
 def test_philox_has_known_answers() -> None:
