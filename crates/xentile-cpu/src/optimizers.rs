@@ -220,6 +220,12 @@ impl Job for Step<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let Tile { scalars, first, of } = self.0;
+        if let (Grads::F32(grads), Params::F32(params), Moments::F32(moments)) =
+            (of.grads, &mut of.params, &mut of.moments)
+        {
+            step_in_f32(scalars, of.decays, grads, params, moments);
+            return;
+        }
         let mut piece = Piece {
             grads: [[0.0; CHUNK]; PIECE / CHUNK],
             params: [[0.0; CHUNK]; PIECE / CHUNK],
@@ -285,15 +291,8 @@ impl Piece {
         let (grads, params) = (&grads[chunk], &mut params[chunk]);
         let (mu, nu) = (&mut mu[chunk], &mut nu[chunk]);
         for index in 0..CHUNK {
-            let g = grads[index] * s.clip;
-            let m = s.rest1 * g + s.b1 * mu[index];
-            let v = s.rest2 * (g * g) + s.b2 * nu[index];
-            let below = (v * s.nu_scale + s.eps_root).sqrt() + s.eps;
-            let step = (s.mu_scale * m + s.grad_scale * g) / below;
-            let p = params[index];
-            params[index] = p - s.learning_rate * (step + decay * p);
-            mu[index] = m;
-            nu[index] = v;
+            let entry = [params[index], mu[index], nu[index]];
+            [params[index], mu[index], nu[index]] = stepped(s, decay, grads[index], entry);
         }
     }
 
@@ -339,6 +338,33 @@ impl Piece {
                 }
             }
         }
+    }
+}
+
+/// The parameter and the moments after a step.
+#[inline(always)]
+fn stepped(s: &Scalars, decay: f32, grad: f32, [p, mu, nu]: [f32; 3]) -> [f32; 3] {
+    let g = grad * s.clip;
+    let mu = s.rest1 * g + s.b1 * mu;
+    let nu = s.rest2 * (g * g) + s.b2 * nu;
+    let below = (nu * s.nu_scale + s.eps_root).sqrt() + s.eps;
+    let step = (s.mu_scale * mu + s.grad_scale * g) / below;
+    [p - s.learning_rate * (step + decay * p), mu, nu]
+}
+
+/// A step of a tile that is all in f32.
+#[inline(always)]
+fn step_in_f32(
+    s: &Scalars,
+    decays: bool,
+    grads: &[f32],
+    params: &mut [f32],
+    [mu, nu]: &mut [&mut [f32]; 2],
+) {
+    let (s, decay) = (*s, if decays { s.weight_decay } else { 0.0 });
+    let moments = mu.iter_mut().zip(nu.iter_mut());
+    for ((grad, p), (mu, nu)) in grads.iter().zip(params).zip(moments) {
+        [*p, *mu, *nu] = stepped(&s, decay, *grad, [*p, *mu, *nu]);
     }
 }
 

@@ -434,10 +434,15 @@ struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_rms_norm_add_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
-/* xentile_adamw_8bit: A step of AdamW with moments in 8 bits and a scale for each block of 256,
- * 128 or 64, in place. The arrays after `leaves`, and the results, are repeated for each of N
- * parameters. (scalars, leaves, grads, params, mu, mu_scales, nu, nu_scales) -> (new_params,
- * new_mu, new_mu_scales, new_nu, new_nu_scales). */
+/* xentile_adamw: A step of AdamW, in place. Words of `leaves`, arrays after it and results are
+ * repeated for each parameter. (scalars, leaves, grads, params, mu, nu) -> (new_params, new_mu,
+ * new_nu). */
+struct XLA_FFI_Error* xentile_adamw_host(struct XLA_FFI_CallFrame* call_frame);
+
+/* xentile_adamw_8bit: The same with moments in 8 bits and a scale for each block of 256, 128 or
+ * 64. (scalars, leaves, grads, params, mu, mu_scales, nu, nu_scales) -> (new_params, new_mu,
+ * new_mu_scales, new_nu, new_nu_scales). */
+struct XLA_FFI_Error* xentile_adamw_8bit_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_adamw_8bit_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_adamw_8bit_cuda(struct XLA_FFI_CallFrame* call_frame);
 

@@ -1,7 +1,8 @@
 //! Steps of optimizers over many arrays: the shapes of their targets.
 //!
 //! Declarations have the arrays of one parameter. A call has these for each of its parameters, one
-//! after the other, between `leaves` and the end of the operands, and so its results.
+//! after the other, between `leaves`, which has a word for each, and the end of the operands, and so
+//! its results.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -21,7 +22,7 @@ const SCALES: &str = "*batch B";
 pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
-const LEAVES: ArrayDecl = input("leaves", "N", S32);
+const LEAVES: ArrayDecl = input("leaves", "1", S32);
 const GRADS: ArrayDecl = input("grads", ARRAY, F32_OR_BF16);
 const PARAMS: ArrayDecl = input("params", ARRAY, F32_OR_BF16);
 
@@ -31,7 +32,8 @@ const fn in_place(operand: &'static str, result: &'static str) -> Alias {
 
 pub(crate) const ADAMW: Declaration = Declaration {
     name: c"xentile_adamw",
-    summary: "A step of AdamW, in place; arrays are repeated as for `adamw_8bit`.",
+    summary: "A step of AdamW, in place. Words of `leaves`, arrays after it and results are repeated for each \
+              parameter.",
     cuda: Stages::None,
     operands: &[SCALARS, LEAVES, GRADS, PARAMS, input("mu", ARRAY, F32), input("nu", ARRAY, F32)],
     results: &[
@@ -50,8 +52,7 @@ pub(crate) const ADAMW: Declaration = Declaration {
 
 pub(crate) const ADAMW_8BIT: Declaration = Declaration {
     name: c"xentile_adamw_8bit",
-    summary: "A step of AdamW with moments in 8 bits and a scale for each block of 256, 128 or 64, in \
-              place. The arrays after `leaves`, and the results, are repeated for each of N parameters.",
+    summary: "The same with moments in 8 bits and a scale for each block of 256, 128 or 64.",
     operands: &[
         SCALARS,
         LEAVES,
@@ -69,6 +70,7 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         output("new_nu", ARRAY, CODES),
         output("new_nu_scales", SCALES, F32),
     ],
+    multiples: &[("D", "B")],
     maps_shared: false,
     aliases: &[
         in_place("params", "new_params"),

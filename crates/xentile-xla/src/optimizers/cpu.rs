@@ -38,10 +38,13 @@ impl<'a, const QUANTIZES: bool> Parameter<'a> for All<'a, QUANTIZES> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let declaration: &Declaration = if QUANTIZES { &super::ADAMW_8BIT } else { &super::ADAMW };
         let mut found = Vec::new();
-        while let Some(grads) = decoder.parameter::<Option<AnyBuffer>>(GRADS.name)? {
+        // A call has one parameter at least.
+        let mut next = Some(decoder.parameter::<AnyBuffer>(GRADS.name)?);
+        while let Some(grads) = next {
             let names = operands(declaration).skip(1);
             let arrays = names.map(|name| Ok((name, decoder.parameter(name)?)));
             found.push((grads, arrays.collect::<Result<Vec<_>>>()?));
+            next = decoder.parameter(GRADS.name)?;
         }
         let mut all = Vec::with_capacity(found.len());
         for (grads, arrays) in found {

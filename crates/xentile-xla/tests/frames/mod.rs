@@ -243,7 +243,10 @@ impl Made {
             return *extent;
         }
         if let Some((_, of)) = declaration.multiples.iter().find(|one| one.0 == name) {
-            let extent = self.extents[*of] * (1 + choose(Choice::Free, 3) as i64);
+            // Blocks are of some extents.
+            let times = if *of == "B" { [64, 128, 256] } else { [1, 2, 3] };
+            let of = self.extent(declaration, of, choose);
+            let extent = of * times[choose(Choice::Free, 3)];
             self.extents.insert(name.into(), extent);
             return extent;
         }
