@@ -1,10 +1,10 @@
 //! CPU kernels for training language models.
 //!
 //! Each operation is one file ([`activation`], [`cross_entropy`], [`flash_attention`],
-//! [`fp8_quantize`], [`linear_attention`], [`linear_cross_entropy`], [`norm`], [`rope`],
-//! [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every instruction
-//! set in [`Isa`], chosen at run time. Rows are spread over the threads of a [`Parallel`]; which thread
-//! takes a row never changes a bit of it.
+//! [`fp8_quantize`], [`linear_attention`], [`linear_cross_entropy`], [`norm`], [`optimizers`],
+//! [`rope`], [`scale`](mod@scale)) written once over the [`simd`](Simd) trait and compiled for every
+//! instruction set in [`Isa`], chosen at run time. Rows are spread over the threads of a [`Parallel`];
+//! which thread takes a row never changes a bit of it.
 //!
 //! Kernels know nothing of XLA: a custom-call handler passes its own thread pool as [`Parallel`].
 
