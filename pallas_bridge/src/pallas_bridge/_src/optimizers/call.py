@@ -112,7 +112,7 @@ def _platforms(target: str, implementation: Implementation | None) -> tuple[str,
                 f'implementation is "custom_call", and {loaded.path} has no kernels for NVIDIA '
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
             )
-        return tuple(found)
+        return tuple(sorted(found))
     return tuple(one for one in ("cpu", "cuda") if library.has(one, target) and _is_single(one))
 
 
