@@ -338,11 +338,10 @@ def test_tiles_fit(monkeypatch: pytest.MonkeyPatch, axis: int, dtype: Any, width
     w = jax.ShapeDtypeStruct((width, 50257) if axis else (50257, width), dtype)
     b = jax.ShapeDtypeStruct((50257,), jnp.float32)
     for target in (*TARGETS.values(), ANY):
-        found = pallas_tpu.choose_kernels(target, (x, w, b), axis, 2**30)
-        assert found is not None
-        forward, kernels = found
-        assert forward.vmem_bytes <= target.vmem_bytes
-        for tiles in kernels:
+        kernels = pallas_tpu.choose_kernels(target, (x, w, b), axis, 2**30)
+        assert kernels is not None
+        assert kernels.of_outputs.vmem_bytes <= target.vmem_bytes
+        for tiles in kernels.of_gradients:
             assert tiles.vmem_bytes <= target.vmem_bytes
             assert tiles.rows % 128 == tiles.columns % tiles.part == tiles.part % 128 == 0
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import Oracle
-from pallas_bridge._src.linear_cross_entropy import derivative
+from pallas_bridge._src.losses import aux_outputs
 from pallas_bridge._src.losses.options import Options
 from placement import PLATFORM
 from test_program import calls_of
@@ -274,7 +274,7 @@ def test_columns_of_rows_of_the_weight(
     columns = rng.integers(0, 301, (50, 5))
     columns[0] = 7, 300, 301, -1, 7
     # Of the rows of seven tokens at a time.
-    monkeypatch.setattr(derivative, "GATHERED_BYTES", 7 * 5 * 16 * 2)
+    monkeypatch.setattr(aux_outputs, "GATHERED_BYTES", 7 * 5 * 16 * 2)
     options = Options(
         ignore_index=-100,
         label_smoothing=0.0,
@@ -286,7 +286,7 @@ def test_columns_of_rows_of_the_weight(
         donate_logits=False,
         temperature=0.7,
     )
-    found = derivative.gather_column_logits(options, hidden, weight, bias, jnp.asarray(columns))
+    found = aux_outputs.gather_column_logits(options, hidden, weight, bias, jnp.asarray(columns))
     rows = np.asarray(hidden.astype(jnp.bfloat16), np.float64), np.asarray(weight, np.float64)
     z = rows[0] @ rows[1].T + (0 if bias is None else np.asarray(bias, np.float64))
     z = (z if with_bias else 5 * np.tanh(z / 5)) / 0.7

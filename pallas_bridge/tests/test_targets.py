@@ -91,7 +91,7 @@ def test_planned_calls_have_attributes_of_the_declared_types() -> None:
         tiling = {"chunk": [2048, 32000], "fused": True, "wide": True}
         plan = library_plan.plan_cuda(problem, 1 << 30, tiling)
         assert plan is not None
-        return schedule.call_cuda("fused", options, 0, plan, operands, jnp.float32(1))
+        return schedule.call_library("cuda", "fused", options, 0, plan, operands, jnp.float32(1))
 
     program = jax.jit(run).trace(hidden, weight, labels).lower(lowering_platforms=("cuda",))
     text = program.as_text()

@@ -151,10 +151,10 @@ def hinted_with(*others: Callable[..., Any]) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        ours = [*_positional(function), *_keyword_only(function)]
-        ours += [name for other in others for name in _keyword_only(other) if name not in ours]
-        known = frozenset(ours)
         signature = _with_keywords_of(inspect.signature(function), others)
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        ours = [name for name, one in signature.parameters.items() if one.kind in kinds]
+        known = frozenset(ours)
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -175,7 +175,10 @@ def hinted_with(*others: Callable[..., Any]) -> Callable[[Function], Function]:
 def _with_keywords_of(
     signature: inspect.Signature, others: Sequence[Callable[..., Any]]
 ) -> inspect.Signature:
-    """Returns a signature with the keyword arguments of `others` in the place of `**keywords`."""
+    """Returns a signature with the keyword arguments of `others` in the place of `**keywords`.
+
+    Where two have one of a name, it is that of the last.
+    """
     ours = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     more = {
         name: one
@@ -184,13 +187,3 @@ def _with_keywords_of(
         if one.kind is one.KEYWORD_ONLY and name not in signature.parameters
     }
     return signature.replace(parameters=[*ours, *more.values()])
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-
-
-def _keyword_only(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]

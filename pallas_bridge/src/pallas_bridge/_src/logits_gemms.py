@@ -1,14 +1,19 @@
 """The GEMMs of logits hidden x weight, and of their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import linear
 from .arrays import match_rank
-from .chunk_loops import for_each_chunk
+from .bound import Bound
+from .checks import check_dtype, promoted
+from .chunk_loops import for_each_chunk, make_alike
 
 # Columns of the vocabulary that a CPU adds to sums of dweight at a time.
 BLOCK = 1024
@@ -35,6 +40,49 @@ def zero_rows(masked: jax.Array, rows: jax.Array) -> jax.Array:
     Their gradient is 0, which times a NaN would be NaN.
     """
     return jnp.where(masked[:, None], jnp.zeros((), rows.dtype), rows)
+
+
+def promote_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
+    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
+    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
+
+
+def find_vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
+    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
+    check_dtype("hidden", hidden)
+    check_dtype("weight", weight)
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
+    width = hidden.shape[-1]
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
+        )
+    if vocab_axis is None:
+        if weight.shape == (width, width):
+            raise ValueError(
+                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
+                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
+            )
+        vocab_axis = 0 if weight.shape[1] == width else 1
+    if vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
+    if weight.shape[1 - vocab_axis] != width:
+        raise ValueError(
+            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
+            f"weight must have the {width} columns of hidden"
+        )
+    vocab = weight.shape[vocab_axis]
+    if bias is not None:
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
+        if bias.shape != (vocab,):
+            raise ValueError(
+                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
+                "vocabulary"
+            )
+    return vocab_axis
 
 
 @dataclass(frozen=True)
@@ -120,3 +168,58 @@ class Gemms:
 def scale_gradients(gradients: Any, dloss: jax.Array) -> Any:
     """Returns gradients times the cotangent of their loss, a product in f32; XLA leaves 1 out."""
     return jax.tree.map(lambda x: (x.astype(jnp.float32) * dloss).astype(x.dtype), gradients)
+
+
+def dense_logits(
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
+) -> tuple[jax.Array, jax.Array]:
+    """Returns all logits [N, V] in f32, and a probe [N].
+
+    The probe's cotangent is 0 for tokens without a gradient, as `cross_entropy.reference` has it.
+
+    JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
+    the operands' dtype, as kernels round them.
+    """
+    z, probe = _dense_logits(gemms, *make_alike(hidden, weight, bias))
+    return z, probe
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _dense_logits(
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
+) -> tuple[jax.Array, jax.Array]:
+    z = gemms.logits(*as_gemm_operands(hidden, weight), bias)
+    return z, z.max(-1)
+
+
+@partial(_dense_logits.defjvp, symbolic_zeros=True)
+def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+    moving = [*map(linear.given, tangents)]
+    apply, transpose = Bound(_dense_logits_tangent, gemms), Bound(_dense_logits_vjp, gemms)
+    results = _dense_logits(gemms, *arrays)
+    return results, tuple(linear.bind(apply, transpose, arrays, moving, results))
+
+
+def _dense_logits_tangent(
+    gemms: Gemms, arrays: Any, tangents: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
+        return gemms.logits(*as_gemm_operands(hidden, weight), bias)
+
+    total = linear.tangents_of(logits, arrays, tangents)
+    # The probe's own is not read.
+    return total, total.sum(-1)
+
+
+def _dense_logits_vjp(gemms: Gemms, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    (hidden, weight, bias), (dlogits, counts) = arrays, cotangents
+    if dlogits is None:
+        return None, None, None
+    x, w = as_gemm_operands(hidden, weight)
+    masked = counts == 0
+    dlogits = zero_rows(masked, dlogits)
+    dz = dlogits.astype(x.dtype)
+    dhidden = zero_rows(masked, gemms.grad_hidden(dz, w, hidden.dtype))
+    dweight = gemms.grad_weight(dz, zero_rows(masked, x), weight.dtype)
+    dbias = None if bias is None else dlogits.sum(0, dtype=jnp.float32).astype(bias.dtype)
+    return dhidden, dweight, dbias

@@ -31,10 +31,11 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(LossKeywords, total=False):
-    """The options that both functions have; `_prepare` has their defaults."""
+    """The options that both functions have; `_prepare` and `check_options` have their defaults."""
 
     temperature: float
     donate_logits: bool
+    axis_name: AxisName | None
 
 
 class _Arrays(NamedTuple):
@@ -68,16 +69,12 @@ def _prepare(
     columns: ArrayLike | None,
     requested: Request,
     *,
-    ignore_index: int = -100,
     label_smoothing: float | jax.Array = 0.0,
     z_loss: float | jax.Array = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    block_size: int | None = None,
-    time_block: int | None = None,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
+    **others: Any,
 ) -> _Arrays:
     """Returns checked arrays and options.
 
@@ -96,11 +93,7 @@ def _prepare(
     coefficients = Coefficients(label_smoothing, z_loss)
     options = check_options(
         **coefficients.known,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        temperature=temperature,
-        block_size=block_size,
-        time_block=time_block,
+        **others,
         every_token=requested.lse,
         entropy=requested.entropy,
         correct=requested.correct,
@@ -160,7 +153,7 @@ def cross_entropy(
 ) -> Any: ...
 
 
-@hinted_with(_prepare)
+@hinted_with(check_options, _prepare)
 def cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -295,7 +288,7 @@ def cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted_with(_prepare)
+@hinted_with(check_options, _prepare)
 def cross_entropy_per_token(
     logits: ArrayLike,
     labels: ArrayLike,

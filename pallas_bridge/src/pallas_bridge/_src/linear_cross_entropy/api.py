@@ -1,5 +1,6 @@
 """The functions of linear cross-entropy that users call."""
 
+import dataclasses
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -10,13 +11,12 @@ from .. import pallas
 from ..checks import as_array
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
-from ..logits_gemms import Gemms
+from ..logits_gemms import Gemms, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request, check_columns
-from ..losses.options import LossKeywords, check_tile
+from ..losses.options import AxisName, LossKeywords, check_options, check_tile
 from ..losses.reduction import weighted
-from ..operation import Implementation
 from . import derivative, schedule
-from .call import Call, find_vocab_axis, promote_operands
+from .call import Call
 from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss
@@ -27,13 +27,37 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(LossKeywords, total=False):
-    """The options that all functions have; `Call` has their defaults."""
+    """The options that all functions have; `Call` and `check_options` have their defaults."""
 
     bias: ArrayLike | None
     vocab_axis: int | None
     temperature: float | jax.Array
     max_scratch_bytes: int | None
     batch_invariant: bool
+
+
+class _ShardedKeywords(_Keywords, total=False):
+    """The options of functions whose weight may be sharded; `_prepare` has the default."""
+
+    axis_name: AxisName | None
+
+
+def _prepare(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    weights: ArrayLike | None,
+    columns: ArrayLike | None,
+    requested: Request,
+    *,
+    axis_name: AxisName | None = None,
+    **options: Any,
+) -> tuple[Call, Request]:
+    """Returns checked arguments whose layout is known, and the request with checked columns."""
+    call = Call(hidden, weight, labels, weights, requested.lse, **options)
+    call.find_layout(axis_name)
+    columns = check_columns(OPERATION, columns, call.shape)
+    return call, dataclasses.replace(requested, columns=columns)
 
 
 @overload
@@ -45,7 +69,7 @@ def linear_cross_entropy(
     reduction: Reduction = ...,
     weights: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> jax.Array: ...
 
 
@@ -58,7 +82,7 @@ def linear_cross_entropy(
     reduction: Reduction = ...,
     weights: ArrayLike | None = ...,
     return_lse: Literal[True],
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -74,11 +98,11 @@ def linear_cross_entropy(
     return_entropy: bool = ...,
     return_correct: bool = ...,
     columns: ArrayLike | None = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> Any: ...
 
 
-@hinted_with(Call.__init__)
+@hinted_with(check_options, Call.__init__, _prepare)
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -90,7 +114,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
@@ -184,10 +208,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
-    call = Call(hidden, weight, labels, weights, return_lse, **options)
-    call.find_layout()
-    columns = check_columns(OPERATION, columns, call.shape)
-    requested = Request(return_lse, return_entropy, return_correct, columns)
+    requested = Request(return_lse, return_entropy, return_correct)
+    call, requested = _prepare(hidden, weight, labels, weights, columns, requested, **options)
     if reduction == "none":
         found = call.outputs(requested)
         loss = call.coefficients.loss(call.options, call.labels, found, call.weights)
@@ -203,27 +225,16 @@ def linear_cross_entropy(
     return (loss, *outputs) if outputs else loss
 
 
-@hinted
+@hinted_with(check_options, Call.__init__)
 def linear_cross_entropy_value_and_grad(
     hidden: ArrayLike,
     weight: ArrayLike,
     labels: ArrayLike,
     *,
     dweight_sums: ArrayLike,
-    bias: ArrayLike | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     weights: ArrayLike | None = None,
-    vocab_axis: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    max_scratch_bytes: int | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    implementation: Implementation | None = None,
-    batch_invariant: bool = False,
+    **options: Unpack[_Keywords],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
@@ -245,25 +256,7 @@ def linear_cross_entropy_value_and_grad(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    call = Call(
-        hidden,
-        weight,
-        labels,
-        weights,
-        takes_traced=False,
-        bias=bias,
-        vocab_axis=vocab_axis,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        temperature=temperature,
-        max_scratch_bytes=max_scratch_bytes,
-        block_size=block_size,
-        time_block=time_block,
-        implementation=implementation,
-        batch_invariant=batch_invariant,
-    )
+    call = Call(hidden, weight, labels, weights, takes_traced=False, **options)
     operands, factors = call.flat, call.factors(reduction).reshape(-1)
     sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
     if sums.dtype != jnp.float32:
@@ -278,7 +271,7 @@ def linear_cross_entropy_value_and_grad(
 
         def run_dense(x: Any, w: Any, b: Any) -> jax.Array:
             given = Operands(x, w, b, operands.labels)
-            return derivative.reduced(dense, Request(), given, factors).loss
+            return derivative.outputs(dense, Request(), given, factors).loss
 
         value_and_grad = jax.value_and_grad(run_dense, (0, 1, 2))
         wide = operands.weight.astype(jnp.float32)
@@ -300,7 +293,7 @@ def linear_cross_entropy_per_token(
     labels: ArrayLike,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -311,7 +304,7 @@ def linear_cross_entropy_per_token(
     labels: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
@@ -325,11 +318,11 @@ def linear_cross_entropy_per_token(
     return_entropy: bool = ...,
     return_correct: bool = ...,
     columns: ArrayLike | None = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted_with(Call.__init__)
+@hinted_with(check_options, Call.__init__, _prepare)
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -339,7 +332,7 @@ def linear_cross_entropy_per_token(
     return_entropy: bool = False,
     return_correct: bool = False,
     columns: ArrayLike | None = None,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_ShardedKeywords],
 ) -> tuple[jax.Array, ...]:
     """Loss and log-probability of the label for every token.
 
@@ -354,10 +347,8 @@ def linear_cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
-    call = Call(hidden, weight, labels, None, return_lse, **options)
-    call.find_layout()
-    columns = check_columns(OPERATION, columns, call.shape)
-    requested = Request(return_lse, return_entropy, return_correct, columns)
+    requested = Request(return_lse, return_entropy, return_correct)
+    call, requested = _prepare(hidden, weight, labels, None, columns, requested, **options)
     found = call.outputs(requested)
     loss = call.coefficients.loss(call.options, call.labels, found)
     return loss, found.logps, *requested.select(found)
@@ -405,19 +396,16 @@ def explain(
         hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
     axis = find_vocab_axis(hidden, weight, bias, vocab_axis)
     planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
-    plan, cuda, cpu = planner.plans((hidden, weight, bias), reduced=reduction != "none")
+    plan, cuda, cpu = planner.plan_passes((hidden, weight, bias), reduced=reduction != "none")
     if plan.batch_invariant:
         return plan
     if platform is None:
         device = jax.devices()[0]
         names = {"gpu": "cuda", "tpu": device.device_kind}
         platform = names.get(device.platform, "cpu")
-    if platform == "cuda" and cuda is not None:
-        return cuda
-    if platform == "cpu" and cpu is not None and schedule.has_cpu_calls():
-        return cpu
-    if platform in ("cpu", "cuda"):
-        return plan
+    calls = {"cuda": cuda, "cpu": cpu if schedule.has_cpu_calls() else None}
+    if platform in calls:
+        return calls[platform] or plan
     tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
     if platform not in tpus:
         known = ", ".join(map(repr, ("cpu", "cuda", *tpus)))

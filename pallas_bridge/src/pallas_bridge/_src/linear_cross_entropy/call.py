@@ -10,24 +10,24 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import gathering, meshes, one_program
-from ..arrays import wide
 from ..bound import Bound
-from ..checks import as_array, check_dtype, is_traced, promoted
+from ..checks import as_array
 from ..chunk_loops import pad_tokens
 from ..implementations import choose
-from ..logits_gemms import Gemms
+from ..logits_gemms import Gemms, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import AxisName, check_options, narrow_labels
 from ..losses.reduction import token_factors
-from ..losses.traced import Coefficients
+from ..losses.traced import Coefficients, divided
 from ..losses.vocab_shards import WHOLE, shard_options
 from ..operation import Implementation
 from . import derivative
 from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss
+from .plan import plan_output_chunk
 from .schedule import Planner
-from .sharding import Layout, Partitioned, find_layout
+from .sharding import Layout, PartitionedSchedule, find_layout
 
 
 class Call:
@@ -44,19 +44,16 @@ class Call:
         *,
         bias: ArrayLike | None = None,
         vocab_axis: int | None = None,
-        ignore_index: int = -100,
         label_smoothing: float | jax.Array = 0.0,
         z_loss: float | jax.Array = 0.0,
         softcap: float | None = None,
         temperature: float | jax.Array = 1.0,
         max_scratch_bytes: int | None = None,
-        block_size: int | None = None,
-        time_block: int | None = None,
         implementation: Implementation | None = None,
-        axis_name: AxisName | None = None,
         batch_invariant: bool = False,
+        **others: Any,
     ) -> None:
-        """Checks the arguments of the public functions.
+        """Checks the arguments of the public functions; `others` are those of `check_options`.
 
         `every_token` is whether lse of ignored tokens is read, `takes_traced` whether label
         smoothing, z-loss and temperature may be traced.
@@ -66,14 +63,12 @@ class Call:
         kernel_temperature: Any = temperature
         if takes_traced:
             fixed = self.coefficients.known
-            hidden, bias, kernel_temperature = _divide(hidden, bias, temperature, softcap)
+            hidden, bias, kernel_temperature = divided(hidden, bias, temperature, softcap)
         options = check_options(
             **fixed,
-            ignore_index=ignore_index,
+            **others,
             softcap=softcap,
             temperature=kernel_temperature,
-            block_size=block_size,
-            time_block=time_block,
             every_token=every_token,
             donate_logits=False,
             implementation=implementation,
@@ -106,7 +101,6 @@ class Call:
             )
         gemms = Gemms(self.axis, batch_invariant)
         self.planner = Planner(gemms, self.options.tile, max_scratch_bytes)
-        self.axis_name = axis_name
         # How arrays are known to be sharded; None where they are not. On devices, arrays are a
         # device's.
         self.layout: Layout | None = None
@@ -131,7 +125,7 @@ class Call:
 
     @property
     def unflattened(self) -> Operands:
-        """The same, with all axes of tokens where XLA may shard any of them (`Partitioned`)."""
+        """The same, with all axes of tokens where XLA may shard any (`PartitionedSchedule`)."""
         # A single token has no axis, and nothing to shard.
         is_known = self.shape and all(isinstance(extent, int) for extent in self.shape)
         is_open = self.layout is None and not self.is_dense
@@ -143,9 +137,9 @@ class Call:
         """Returns the factor [..] of every token's loss."""
         return token_factors(self.options, reduction, self.labels, self.weights)
 
-    def find_layout(self) -> None:
+    def find_layout(self, axis_name: AxisName | None) -> None:
         """Finds how arrays are known to be sharded; else warns where XLA gathers some."""
-        layout = find_layout(self.hidden, self.weight, self.axis, self.axis_name)
+        layout = find_layout(self.hidden, self.weight, self.axis, axis_name)
         if layout is not None:
             self.layout = layout
             self.labels = layout.place(self.labels)
@@ -211,9 +205,9 @@ class Call:
             hidden, labels, columns, factors = arrays
         operands = operands._replace(hidden=hidden, labels=labels)
         requested = dataclasses.replace(requested, columns=columns)
-        run: Any = derivative.per_token if factors is None else derivative.reduced
-        more = [] if factors is None else [factors]
-        found: TokenOutputs = one_program.run(Bound(run, loss), requested, operands, *more)
+        found: TokenOutputs = one_program.run(
+            Bound(derivative.outputs, loss), requested, operands, factors
+        )
         if labels.shape == self.shape:
             return found
         count = self.labels.size
@@ -239,112 +233,36 @@ class Call:
         )
         if self.is_dense:
             return loss
+        is_left_to_xla = meshes.are_left_to_xla(*operands[:2])
         if requested.any:
-            options = planner.row_options(self.options, operands.weight.shape[self.axis])
-            chunk = planner.output_chunk_tokens(operands)
+            tokens, vocab = operands.labels.shape[0], operands.weight.shape[self.axis]
+            plan, *_ = planner.plan_passes(operands, reduced=False)
+            chunk = plan_output_chunk(plan, tokens, vocab)
+            options = planner.row_options(self.options, vocab)
             loss = dataclasses.replace(loss, options=options, chunk_tokens=chunk)
-            is_known = is_reduced and layout is None
-            return self._fuse_outputs(loss, requested) if is_known else loss
+            # A weight [D, V] has no rows to gather for the columns.
+            has_rows = requested.columns is None or self.axis == 0
+            is_alone = layout is None and not is_left_to_xla and not planner.gemms.isolated
+            if not (is_reduced and has_rows and is_alone):
+                return loss
+            # The pass that makes gradients makes the outputs too, if it can.
+            planned = planner.schedule(self.options, operands, reduced=True)
+            cuda = planned.cuda if planned.cuda is not None and planned.cuda.products < 4 else None
+            # Nobody pads the chunks of this pass.
+            is_fused = planned.is_fused and not planned.plan.any_count
+            return dataclasses.replace(loss, is_fused=is_fused, cuda=cuda)
         if layout is not None and not exchange.is_whole:
             own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
-            can_fuse = is_reduced and layout.leaves_axes
-            fused_chunk = planner.fused_chunk_tokens(operands) if can_fuse else None
-            return dataclasses.replace(
-                loss,
-                schedule=own,
-                is_fused=fused_chunk is not None,
-                chunk_tokens=fused_chunk or 0,
-            )
+            chunk = 0
+            if is_reduced and layout.leaves_axes:
+                plan, *_ = planner.plan_passes(operands, reduced=True)
+                chunk = plan.fused_tokens or 0
+            return dataclasses.replace(loss, schedule=own, is_fused=chunk > 0, chunk_tokens=chunk)
         planned = planner.schedule(self.options, operands, reduced=is_reduced)
         # Nothing shards a symbolic number of tokens.
-        if meshes.are_left_to_xla(*operands[:2]) and not planned.plan.any_count:
-            partition = Partitioned(planner)
-            planned = dataclasses.replace(planned, partition=partition, may_save_logits=False)
+        if is_left_to_xla and not planned.plan.any_count:
+            planned = PartitionedSchedule(**vars(planned))
         is_fused = is_reduced and planned.is_fused
         return dataclasses.replace(
             loss, options=planned.options, schedule=planned, is_fused=is_fused
         )
-
-    def _fuse_outputs(self, loss: LinearLoss, requested: Request) -> LinearLoss:
-        """Returns `loss` with auxiliary outputs by the pass that makes gradients, if it can."""
-        operands, planner = self.flat, self.planner
-        is_whole = not meshes.are_left_to_xla(*operands[:2])
-        # A weight [D, V] has no rows to gather for the columns.
-        has_rows = requested.columns is None or self.axis == 0
-        if not (has_rows and is_whole) or planner.gemms.isolated:
-            return loss
-        planned = planner.schedule(self.options, operands, reduced=True)
-        # Nobody pads the chunks of this pass.
-        if not planned.is_fused or planned.plan.any_count:
-            return loss
-        cuda = planned.cuda
-        cuda = cuda if cuda is not None and cuda.products < 4 else None
-        return dataclasses.replace(loss, is_fused=True, cuda=cuda)
-
-
-def _divide(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
-    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
-
-    Raises:
-        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
-    """
-    if not is_traced(temperature):
-        return hidden, bias, temperature
-    if softcap is not None:
-        raise TypeError(
-            "temperature is traced and softcap is given; it must be a Python number then, since "
-            "hidden cannot be divided by it before the softcap"
-        )
-    if temperature.ndim or not jnp.issubdtype(temperature.dtype, jnp.floating):
-        raise TypeError(
-            f"temperature is traced, of shape {temperature.shape} and dtype {temperature.dtype}; "
-            "it must be a scalar of a float dtype"
-        )
-    hidden = as_array("hidden", hidden, "[.., D]")
-    check_dtype("hidden", hidden)
-    divisor = temperature.astype(jnp.float32)
-    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
-    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
-
-
-def promote_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns both in f32 where one is bfloat16 and one float16, which GEMMs do not take."""
-    is_f32_in = jnp.float32 in (hidden.dtype, weight.dtype)
-    return (hidden, weight) if is_f32_in else promoted(hidden, weight)
-
-
-def find_vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None) -> int:
-    """Returns which axis of the weight is the vocabulary's, having checked shapes and dtypes."""
-    check_dtype("hidden", hidden)
-    check_dtype("weight", weight)
-    if hidden.ndim == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden has shape {hidden.shape}; it must be [.., D] with D at least 1")
-    width = hidden.shape[-1]
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"weight has shape {weight.shape}; it must be [V, {width}] or [{width}, V]"
-        )
-    if vocab_axis is None:
-        if weight.shape == (width, width):
-            raise ValueError(
-                f"weight has shape {weight.shape}, of which either axis may be the vocabulary's; "
-                "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
-            )
-        vocab_axis = 0 if weight.shape[1] == width else 1
-    if vocab_axis not in (0, 1):
-        raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
-    if weight.shape[1 - vocab_axis] != width:
-        raise ValueError(
-            f"weight has shape {weight.shape} and hidden {hidden.shape}; axis {1 - vocab_axis} of "
-            f"weight must have the {width} columns of hidden"
-        )
-    vocab = weight.shape[vocab_axis]
-    if bias is not None:
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias has dtype {bias.dtype}; it must be a float")
-        if bias.shape != (vocab,):
-            raise ValueError(
-                f"bias has shape {bias.shape}; it must be ({vocab},), a number a column of the "
-                "vocabulary"
-            )
-    return vocab_axis

@@ -13,7 +13,7 @@ the weight are summed in f32.
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import linear
-from ..bound import Bound
 from ..chunk_loops import (
     for_each_chunk,
     is_one_chunk,
-    make_alike,
     pad_tokens,
     put_rows,
     slice_rows,
@@ -34,10 +31,10 @@ from ..chunk_loops import (
 )
 from ..cross_entropy import calls as kernels
 from ..cross_entropy.reference import mask_cotangents, outputs_of_sums
-from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, operand_dtype, zero_rows
+from ..logits_gemms import FLOAT32, Bias, Gemms, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options, is_ignored
-from ..losses.vocab_shards import Loss, ShardOutputs, two_sum
+from ..losses.vocab_shards import Loss, two_sum
 
 Gradients = tuple[jax.Array, jax.Array, Bias]
 
@@ -53,10 +50,6 @@ class Operands(NamedTuple):
     bias: Bias
     # [N], or [..].
     labels: jax.Array
-
-    def varying_alike(self) -> "Operands":
-        """Returns the operands varying alike within `shard_map`."""
-        return Operands(*make_alike(*self))
 
 
 def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
@@ -103,10 +96,18 @@ class TokenChunks:
         def add(first: Any, count: int, sums: Any) -> Any:
             """Returns a chunk's outputs, and sums with its gradients."""
             found, dlogits, x = run_chunk(first, count)
-            if masked is not None:
-                (is_masked,) = slice_rows(first, count, masked)
-                sums = self._add(operands, w, sums, dlogits, x, is_masked, first)
-            return found, sums
+            if masked is None:
+                return found, sums
+            (is_masked,) = slice_rows(first, count, masked)
+            dbias = None if bias is None else dlogits.sum(0, dtype=jnp.float32)
+            rows = zero_rows(is_masked, self.gemms.grad_hidden(dlogits, w, x.dtype))
+            x = zero_rows(is_masked, x).astype(w.dtype)
+            if sums is None:  # one chunk: nothing to add to, and one rounding
+                return found, (rows, self.gemms.grad_weight(dlogits, x, weight.dtype), dbias)
+            dhidden, dweight, bias_sums = sums
+            (dhidden,) = put_rows((dhidden,), (rows,), first)
+            dweight = self.gemms.add_grad_weight(dweight, dlogits, x)
+            return found, (dhidden, dweight, None if dbias is None else bias_sums + dbias)
 
         def body(first: Any, count: int, carry: Any) -> Any:
             results, sums = carry
@@ -131,41 +132,15 @@ class TokenChunks:
             sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, operands[:3])
         return results, sums
 
-    def _add(
-        self,
-        operands: Operands,
-        w: jax.Array,
-        sums: Any,
-        dlogits: jax.Array,
-        x: jax.Array,
-        masked: jax.Array,
-        first: Any,
-    ) -> Any:
-        """Returns sums with a chunk's gradients; `w` is the weight as a GEMM takes it."""
-        dbias = None if operands.bias is None else dlogits.sum(0, dtype=jnp.float32)
-        chunk = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, x.dtype))
-        x = zero_rows(masked, x).astype(w.dtype)
-        if sums is None:  # one chunk: nothing to add to, and one rounding
-            dweight = self.gemms.grad_weight(dlogits, x, operands.weight.dtype)
-            return chunk, dweight, dbias
-        dhidden, dweight, bias_sums = sums
-        (dhidden,) = put_rows((dhidden,), (chunk,), first)
-        dweight = self.gemms.add_grad_weight(dweight, dlogits, x)
-        return dhidden, dweight, None if dbias is None else bias_sums + dbias
-
-    def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
+    def forward(self, operands: Operands) -> Any:
         """Returns loss, logps, lse and lse_low, each [N] in f32, of a whole vocabulary."""
         run_chunk = partial(kernels.forward, self.loss.options)
-        outputs: tuple[jax.Array, ...]
-        outputs, _ = self.map_logits(run_chunk, operands, operands.labels)
-        return outputs
+        return self.map_logits(run_chunk, operands, operands.labels)[0]
 
-    def read_shard(self, operands: Operands, columns: jax.Array | None) -> ShardOutputs:
+    def read_shard(self, operands: Operands, columns: jax.Array | None) -> Any:
         """Returns `kernels.read_shard` of all tokens."""
         run_chunk = partial(kernels.read_shard, self.loss)
-        shard: ShardOutputs
-        shard, _ = self.map_logits(run_chunk, operands, operands.labels, columns)
-        return shard
+        return self.map_logits(run_chunk, operands, operands.labels, columns)[0]
 
     def fused(
         self, operands: Operands, factors: jax.Array, columns: jax.Array | None = None
@@ -195,15 +170,14 @@ class TokenChunks:
             *found, correct, dlogits = kernels.distribution_fused(options, z, y, g)
             return (*found, *picked, correct), dlogits
 
-        labels = operands.labels
-        masked = masked_tokens(options, labels, factors)
-        per_token = labels, factors, columns
+        masked = masked_tokens(options, operands.labels, factors)
+        per_token = operands.labels, factors, columns
         found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
 
     def backward(
         self, operands: Operands, saved: Any, cotangents: Any, columns: jax.Array | None = None
-    ) -> Gradients:
+    ) -> Any:
         """Returns gradients for cotangents of the outputs of `kernels.forward_tokens`, but correct.
 
         `saved` is what that returns for it, or lse and lse_low of a loss without auxiliary outputs.
@@ -223,9 +197,7 @@ class TokenChunks:
 
         per_token = operands.labels, columns, saved, cotangents
         masked = masked_tokens(loss.options, operands.labels, *given)
-        gradients: Gradients
-        _, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
-        return gradients
+        return self.map_logits(run_chunk, operands, *per_token, masked=masked)[1]
 
 
 def write_in_place(loss: Loss) -> Loss:
@@ -247,7 +219,7 @@ class ColumnChunks:
     tokens: int
     columns: int
 
-    def forward(self, operands: Operands) -> tuple[jax.Array, ...]:
+    def forward(self, operands: Operands) -> Any:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
         hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
@@ -279,10 +251,7 @@ class ColumnChunks:
             sums = lse, low, at_label, plain
             return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
 
-        outputs = (zeros(labels),) * 4
-        found: tuple[jax.Array, ...]
-        found = for_each_chunk(labels.shape[0], self.tokens, run_tokens, outputs)
-        return found
+        return for_each_chunk(labels.shape[0], self.tokens, run_tokens, (zeros(labels),) * 4)
 
     def fused(self, operands: Operands, factors: jax.Array) -> Any:
         """Returns loss, lse and lse_low, each [N] in f32, and gradients for `factors`."""
@@ -347,18 +316,12 @@ class ColumnChunks:
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
 
-    def _dlogits(
-        self,
-        z: jax.Array,
-        start: Any,
-        labels: jax.Array,
-        lse: jax.Array,
-        p_factor: jax.Array,
-        at_label: jax.Array,
-        even: jax.Array,
-        active: jax.Array,
-    ) -> jax.Array:
-        """Returns the gradient of logits of columns from `start` on, in f32."""
+    def _dlogits(self, z: jax.Array, start: Any, *per_token: jax.Array) -> jax.Array:
+        """Returns the gradient of logits of columns from `start` on, in f32.
+
+        `per_token` are labels, lse, and `gradient_scalars`.
+        """
+        labels, lse, p_factor, at_label, even, active = per_token
         dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
         dz += jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
         dz -= even[:, None]
@@ -418,54 +381,3 @@ def run_padded(
     if name == "backward":
         return crop(found)
     return tuple(crop(one) if isinstance(one, tuple) else one[:count] for one in found)
-
-
-def dense_logits(gemms: Gemms, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns all logits [N, V] in f32, and their probe [N], as `reference.with_probe` does.
-
-    JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
-    the operands' dtype, as kernels round them.
-    """
-    z, probe = _dense_logits(gemms, *make_alike(*operands[:3]))
-    return z, probe
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _dense_logits(
-    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
-) -> tuple[jax.Array, jax.Array]:
-    z = gemms.logits(*as_gemm_operands(hidden, weight), bias)
-    return z, z.max(-1)
-
-
-@partial(_dense_logits.defjvp, symbolic_zeros=True)
-def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, Any]:
-    moving = [*map(linear.given, tangents)]
-    apply, transpose = Bound(_dense_logits_tangent, gemms), Bound(_dense_logits_vjp, gemms)
-    results = _dense_logits(gemms, *arrays)
-    return results, tuple(linear.bind(apply, transpose, arrays, moving, results))
-
-
-def _dense_logits_tangent(
-    gemms: Gemms, arrays: Any, tangents: Sequence[Any]
-) -> tuple[jax.Array, jax.Array]:
-    def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
-        return gemms.logits(*as_gemm_operands(hidden, weight), bias)
-
-    total = linear.tangents_of(logits, arrays, tangents)
-    # The probe's own is not read.
-    return total, total.sum(-1)
-
-
-def _dense_logits_vjp(gemms: Gemms, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-    (hidden, weight, bias), (dlogits, counts) = arrays, cotangents
-    if dlogits is None:
-        return None, None, None
-    x, w = as_gemm_operands(hidden, weight)
-    masked = counts == 0
-    dlogits = zero_rows(masked, dlogits)
-    dz = dlogits.astype(x.dtype)
-    dhidden = zero_rows(masked, gemms.grad_hidden(dz, w, hidden.dtype))
-    dweight = gemms.grad_weight(dz, zero_rows(masked, x), weight.dtype)
-    dbias = None if bias is None else dlogits.sum(0, dtype=jnp.float32).astype(bias.dtype)
-    return dhidden, dweight, dbias

@@ -25,24 +25,17 @@ from ..chunk_loops import make_alike
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
 from ..deferred import bind_deferred, make_primitive
-from ..logits_gemms import FLOAT32, Bias, Gemms, as_gemm_operands, scale_gradients
+from ..logits_gemms import Gemms, dense_logits, scale_gradients
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
 from ..losses.options import Options
 from ..losses.reduction import countable, weighted
 from ..losses.vocab_shards import WHOLE, Labels, OverDevices, shard_labels
-from .chunks import Gradients, Operands, TokenChunks, dense_logits
+from .chunks import Gradients, Operands, TokenChunks
 from .declaration import OPERATION
 from .plan import Plan
-from .schedule import (
-    Schedule,
-    call_cuda,
-    call_on,
-    has_cuda_call,
-)
+from .schedule import Schedule, call_library, call_on, has_cuda_call
 
-# What rows of the weight that are gathered take at a time, in bytes, where XLA holds any.
-GATHERED_BYTES = 1 << 28
 # Logits in f32 that are computed at once to find the largest of a row.
 ROW_MAX_LOGITS = 1 << 20
 
@@ -93,7 +86,7 @@ class LinearLoss:
         """Returns operands with labels as a shard numbers them, varying alike; and the labels."""
         width = operands.weight.shape[self.gemms.vocab_axis]
         labels = shard_labels(self.options, self.exchange, operands.labels, width)
-        return operands._replace(labels=labels.given).varying_alike(), labels
+        return Operands(*make_alike(*operands._replace(labels=labels.given))), labels
 
 
 class Saved(NamedTuple):
@@ -110,34 +103,31 @@ class Saved(NamedTuple):
     logits: Any = ()
 
 
-def per_token(loss: LinearLoss, requested: Request, operands: Operands) -> TokenOutputs:
+def outputs(
+    loss: LinearLoss, requested: Request, operands: Operands, factors: jax.Array | None = None
+) -> TokenOutputs:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
 
     `weight` and `bias` are those of a shard; labels and columns are those of the whole vocabulary.
+    With `factors` [N] in f32, 0 for ignored tokens, the loss is the scalar sum of factor * loss.
     """
+    if factors is not None and loss.is_fused:
+        operands, columns, factors = _alike(loss, operands, requested.columns, factors)
+        total, *others = _reduced(loss, operands, columns, factors)
+        # There are no logps, which nobody reads.
+        known = total, total, *others
+        return aux_outputs.collect(loss.options, requested, operands.labels, known)
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
-        z, probe = dense_logits(loss.gemms, operands)
+        z, probe = dense_logits(loss.gemms, *operands[:3])
         given = requested, z, operands.labels, probe
-        return reference.requested_outputs(loss.logits_loss, *given)
-    outputs = _per_token(loss, operands, columns)
-    return aux_outputs.collect(loss.options, requested, operands.labels, outputs)
-
-
-def reduced(
-    loss: LinearLoss, requested: Request, operands: Operands, factors: jax.Array
-) -> TokenOutputs:
-    """Returns the scalar sum of factor * loss, lse [N] and the auxiliary outputs; no logps.
-
-    `factors` is [N] in f32, 0 for ignored tokens.
-    """
-    if not loss.is_fused:
-        found = per_token(loss, requested, operands)
-        return found._replace(loss=weighted(found.loss, factors).sum())
-    operands, columns, factors = _alike(loss, operands, requested.columns, factors)
-    total, *others = _reduced(loss, operands, columns, factors)
-    outputs = total, total, *others
-    return aux_outputs.collect(loss.options, requested, operands.labels, outputs)
+        found = reference.requested_outputs(loss.logits_loss, *given)
+    else:
+        per_token = _per_token(loss, operands, columns)
+        found = aux_outputs.collect(loss.options, requested, operands.labels, per_token)
+    if factors is None:
+        return found
+    return found._replace(loss=weighted(found.loss, factors).sum())
 
 
 def _alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
@@ -175,23 +165,22 @@ def forward(
     loss: LinearLoss, operands: Operands, columns: jax.Array | None, *, is_differentiated: bool
 ) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns loss, logps, lse, entropy, the columns' logits and correct, and the residuals."""
-    run = partial(linear.whole, OPERATION) if is_differentiated else _call
+
+    def run(function: Callable[..., Any], *arrays: Any) -> Any:
+        whole = partial(linear.whole, OPERATION, function)
+        return whole(*arrays) if is_differentiated else function(*arrays)
+
     if loss.has_outputs(columns):
         shard = run(loss.chunks.read_shard, operands, columns)
         width = operands.weight.shape[loss.gemms.vocab_axis]
-        outputs, saved = kernels.merge_shards(
-            loss.logits_loss, width, operands.labels, columns, shard
-        )
+        given = width, operands.labels, columns, shard
+        outputs, saved = kernels.merge_shards(loss.logits_loss, *given)
         return outputs, Saved(*saved)
     local, labels = loss.local(operands)
     *own, logits = run(partial(_run_schedule, loss, is_differentiated), local)
     outputs = vocab_shards.merge_losses(loss.options, loss.exchange, labels, own)
     is_empty = None if loss.exchange.is_whole else own[2] == -jnp.inf
     return outputs[:3], Saved(*outputs[2:], is_empty, logits=logits)
-
-
-def _call(function: Callable[..., Any], *arrays: Any) -> Any:
-    return function(*arrays)
 
 
 def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands) -> tuple[Any, ...]:
@@ -207,11 +196,10 @@ def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands)
     return *outputs, lse, lse_low, logits
 
 
-def _find_row_max(loss: LinearLoss, operands: Operands) -> jax.Array:
+def _find_row_max(loss: LinearLoss, operands: Operands) -> Any:
     """Returns the largest logit [N] of each token."""
     chunk = max(ROW_MAX_LOGITS // operands.weight.shape[loss.gemms.vocab_axis], 1)
     chunks = dataclasses.replace(loss.chunks, tokens=chunk)
-    row_max: jax.Array
     (row_max,), _ = chunks.map_logits(lambda z: [z.max(-1)], operands)
     return row_max
 
@@ -221,14 +209,13 @@ def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
     operands, columns, _ = residuals
 
     def dense(hidden: Any, weight: Any, bias: Any) -> Any:
-        given = Operands(hidden, weight, bias, operands.labels)
-        z, probe = dense_logits(loss.gemms, given)
+        z, probe = dense_logits(loss.gemms, hidden, weight, bias)
         return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
 
     return linear.tangents_of(dense, operands[:3], tangents)
 
 
-def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
+def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Any:
     """Returns gradients for cotangents of the outputs of `forward`, of which None is zeros.
 
     Residuals are operands, columns and what `forward` saved. dhidden is a shard's, to be summed
@@ -244,20 +231,17 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Gradients:
             for one in (saved.entropy, saved.picked)
         )
         kept = *saved[:3], entropy, picked
-        run: Callable[..., Gradients] = loss.chunks.backward
         arrays: Any = (operands, kept, tuple(cotangents), columns)
-    else:
-        assert loss.schedule is not None
-        given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
-        local, labels = loss.local(operands)
-        shard = labels, saved.lse, saved.is_empty, given
-        given_shard = vocab_shards.shard_cotangents(loss.options, loss.checked, *shard)
-        # A loop's carry must vary over the same mesh axes before and after a step.
-        flat, tree = jax.tree.flatten((local, saved[:2], given_shard, saved.logits))
-        run = loss.schedule.backward_with_logits
-        arrays = jax.tree.unflatten(tree, make_alike(*flat))
-    gradients: Gradients = linear.whole(OPERATION, run, *arrays)
-    return gradients
+        return linear.whole(OPERATION, loss.chunks.backward, *arrays)
+    assert loss.schedule is not None
+    given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
+    local, labels = loss.local(operands)
+    shard = labels, saved.lse, saved.is_empty, given
+    given_shard = vocab_shards.shard_cotangents(loss.options, loss.checked, *shard)
+    # A loop's carry must vary over the same mesh axes before and after a step.
+    flat, tree = jax.tree.flatten((local, saved[:2], given_shard, saved.logits))
+    arrays = jax.tree.unflatten(tree, make_alike(*flat))
+    return linear.whole(OPERATION, loss.schedule.backward_with_logits, *arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -348,17 +332,14 @@ def _fused(
 def _fused_outputs(loss: LinearLoss, *arrays: Any) -> Any:
     """Returns `TokenChunks.fused` of operands, factors and columns."""
     by_chunks = Bound(TokenChunks.fused, loss.chunks)
-    if loss.cuda is None or not has_cuda_call(_cuda_call(loss)):
+    name = "distribution_fused" if loss.distribution else "fused"
+    if loss.cuda is None or not has_cuda_call(name):
         return by_chunks(*arrays)
-    return call_on("cuda", Bound(_fused_on_cuda, loss, loss.cuda), by_chunks, *arrays)
-
-
-def _cuda_call(loss: LinearLoss) -> str:
-    return "distribution_fused" if loss.distribution else "fused"
+    return call_on("cuda", Bound(_fused_on_cuda, loss, name), by_chunks, *arrays)
 
 
 def _fused_on_cuda(
-    loss: LinearLoss, plan: Plan, operands: Operands, factors: jax.Array, columns: jax.Array | None
+    loss: LinearLoss, name: str, operands: Operands, factors: jax.Array, columns: jax.Array | None
 ) -> Any:
     """Returns what `_fused_outputs` does, by one call of the library's.
 
@@ -367,34 +348,15 @@ def _fused_on_cuda(
     """
     # Tokens without a factor have log-probabilities too.
     options = dataclasses.replace(loss.options, every_token=True)
-    axis = loss.gemms.vocab_axis
-    more = {"correct": loss.correct} if loss.distribution else {}
-    name = _cuda_call(loss)
-    *found, gradients = call_cuda(name, options, axis, plan, operands, factors, **more)
+    fixed: Any = options, loss.gemms.vocab_axis, loss.cuda
+    more: Any = {"correct": loss.correct} if loss.distribution else {}
+    *found, gradients = call_library("cuda", name, *fixed, operands, factors, **more)
     correct = []
     if loss.distribution:
         correct = [aux_outputs.is_correct(options, operands.labels, found.pop())]
     if columns is not None:
-        found.append(gather_column_logits(options, *operands[:3], columns))
+        found.append(aux_outputs.gather_column_logits(options, *operands[:3], columns))
     return *found, *correct, gradients
-
-
-def gather_column_logits(
-    options: Options, hidden: jax.Array, weight: jax.Array, bias: Bias, columns: jax.Array
-) -> jax.Array:
-    """Returns columns' logits [N, K] of a weight [V, D], as `aux_outputs.pick` gives them."""
-    x, w = as_gemm_operands(hidden, weight)
-    here, at = aux_outputs.find_columns(columns, 0, len(w))
-
-    def one_token(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-        x_row, at_row = row
-        z: jax.Array = (x_row[None].astype(FLOAT32) * w[at_row].astype(FLOAT32)).sum(-1)
-        return z
-
-    chunk = GATHERED_BYTES // (columns.shape[-1] * w.shape[1] * w.dtype.itemsize)
-    z = jax.lax.map(one_token, (x, at), batch_size=max(min(chunk, len(x)), 1))
-    z = options.mapped(z if bias is None else z + bias.astype(FLOAT32)[at])
-    return jnp.where(here, z, jnp.nan)
 
 
 def _choose_fused_pass(

@@ -9,7 +9,7 @@ or, where HBM has no room either, each gradient has a kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,15 +53,15 @@ class Tiles:
     hidden: int
     vocab: int
     # The dtype of GEMM operands, and those of the gradients of hidden and weight.
-    dtype: Any
-    dtypes: tuple[Any, Any]
+    dtype: np.dtype[Any]
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]]
     vocab_axis: int
     bias: bool
     # Tokens and columns of a tile, and columns of a part of it: while the vector units are at one
-    # part, the matrix units are at the next.
-    rows: int
-    columns: int
-    part: int
+    # part, the matrix units are at the next. 0 until they are chosen.
+    rows: int = 0
+    columns: int = 0
+    part: int = 0
     # Which gradients it makes: of hidden, of the weight and bias.
     makes_hidden: bool = False
     makes_weight: bool = False
@@ -92,19 +92,23 @@ class Tiles:
         return pl.cdiv(self.vocab, self.columns)
 
     @property
+    def width(self) -> int:
+        """Columns of hidden states in whole registers."""
+        return -(-self.hidden // LANES) * LANES
+
+    @property
     def spilled_bytes(self) -> int:
         """Bytes of sums of dhidden in HBM."""
-        width = -(-self.hidden // LANES) * LANES
-        return 4 * self.blocks * self.rows * width if self.spills else 0
+        return 4 * self.blocks * self.rows * self.width if self.spills else 0
 
     @property
     def bytes_moved(self) -> int:
         """Bytes between HBM and VMEM. A block that stays for several steps is copied once."""
-        row = self.hidden * int(np.dtype(self.dtype).itemsize)
+        row = self.hidden * self.dtype.itemsize
         hidden, weight = self.tokens * row, self.vocab * row
-        hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
-        gradients = self.makes_hidden * self.tokens * hidden_bytes
-        gradients = (gradients + self.makes_weight * self.vocab * weight_bytes) * self.hidden
+        hidden_row, weight_row = (self.hidden * one.itemsize for one in self.dtypes)
+        gradients = self.makes_hidden * self.tokens * hidden_row
+        gradients += self.makes_weight * self.vocab * weight_row
         if not self.makes_weight:
             return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
         sums = 2 * (self.steps - 1) * self.spilled_bytes
@@ -120,34 +124,26 @@ class Tiles:
     @property
     def vmem_bytes(self) -> int:
         """Bytes of VMEM."""
-        width = -(-self.hidden // LANES) * LANES
-        size = int(np.dtype(self.dtype).itemsize)
-        hidden_bytes, weight_bytes = (int(np.dtype(one).itemsize) for one in self.dtypes)
-        across, down = self.rows * width, self.columns * width
+        size, (hidden_size, weight_size) = (
+            self.dtype.itemsize,
+            (one.itemsize for one in self.dtypes),
+        )
+        across, down = self.rows * self.width, self.columns * self.width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
         if self.makes_hidden:
-            total += self.sums * 4 * across + 2 * hidden_bytes * across
+            total += self.sums * 4 * across + 2 * hidden_size * across
         if self.makes_weight:
-            total += 4 * down + 2 * weight_bytes * down
+            total += 4 * down + 2 * weight_size * down
         if self.bias:
             total += 2 * 4 * self.columns * LANES
         return total
 
 
-def choose_tiles(
-    target: Target,
-    hidden: Any,
-    weight: Any,
-    vocab_axis: int,
-    *,
-    bias: bool,
-    named: Tile = (None, None),
-    makes_hidden: bool = False,
-    makes_weight: bool = False,
-    spills: bool = False,
-) -> Tiles | None:
+def choose_tiles(target: Target, untiled: Tiles, named: Tile, **makes: Any) -> Tiles | None:
     """Returns the largest tiles that fit in VMEM, no larger than those named; None where none do.
+
+    `makes` are the fields of `Tiles` that say what the kernel makes.
 
     Raises:
         ValueError: an extent that is not made of whole registers.
@@ -158,36 +154,20 @@ def choose_tiles(
                 f"linear_cross_entropy: {name} is {extent}; on TPU it must be a multiple of "
                 f"{LANES}, such as {-(-extent // LANES) * LANES}"
             )
-    tokens, width = hidden.shape
-    vocab = weight.shape[vocab_axis]
-    backward = makes_hidden or makes_weight
-    usual = LARGEST_BACKWARD if backward else LARGEST_FORWARD
+    tokens = untiled.tokens
+    usual = LARGEST_BACKWARD if makes else LARGEST_FORWARD
     maximum = named[0] or usual[0][0], named[1] or usual[0][1]
     within = (one for one in usual if one[0] <= maximum[0] and one[1] <= maximum[1])
     for rows, columns in dict.fromkeys((maximum, *within)):
         if named[0] is None:
             # Blocks of tokens as even as they can be: the last one costs what the others do.
             rows = -(-tokens // -(-tokens // rows))
-        rows = min(rows, tokens)
-        columns = min(columns, -(-vocab // LANES) * LANES)
-        tiles = Tiles(
-            tokens,
-            width,
-            vocab,
-            operand_dtype(hidden, weight),
-            (hidden.dtype, weight.dtype),
-            vocab_axis,
-            bias,
-            -(-rows // LANES) * LANES,
-            columns,
-            PART if columns % PART == 0 else LANES,
-            makes_hidden,
-            makes_weight,
-            spills,
-        )
-        if spills and tiles.blocks < SLOTS:
-            continue
-        if tiles.vmem_bytes <= target.vmem_bytes:
+        rows = -(-min(rows, tokens) // LANES) * LANES
+        columns = min(columns, -(-untiled.vocab // LANES) * LANES)
+        part = PART if columns % PART == 0 else LANES
+        tiles = replace(untiled, rows=rows, columns=columns, part=part, **makes)
+        has_slots = not tiles.spills or tiles.blocks >= SLOTS
+        if has_slots and tiles.vmem_bytes <= target.vmem_bytes:
             return tiles
     return None
 
@@ -202,7 +182,11 @@ class _Tile:
     def __init__(
         self, tiles: Tiles, options: Options, step: Any, refs: Refs, weight_rows: Any
     ) -> None:
-        self.tiles, self.options, self.bias = tiles, options, refs.get("bias")
+        self.tiles, self.bias = tiles, refs.get("bias")
+        # The formula that the kernels over logits have too.
+        self.formula = Formula(
+            options.label_smoothing, options.z_loss, options.softcap, False, options.temperature
+        )
         self.weight, self.x = weight_rows, refs["hidden"]
         self.first = step * tiles.columns
         self.labels = refs["labels"][...] - self.first
@@ -230,25 +214,12 @@ class _Tile:
             # A row for all tokens, transposed to a column.
             wide = jnp.broadcast_to(self.bias[0:1, pl.ds(start, self.tiles.part)], (LANES, len(z)))
             z = z + wide.T[:, :1]
-        return z, _formula(self.options).cap(z)
-
-
-def _formula(options: Options) -> Formula:
-    """Returns the formula that the kernels over logits have too."""
-    return Formula(
-        options.label_smoothing, options.z_loss, options.softcap, False, options.temperature
-    )
+        return z, self.formula.cap(z)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     axes = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
-
-
-def _clear(ref: Any, axis: int, count: Any) -> None:
-    """Zeroes a block beyond the end of its array."""
-    index = lax.broadcasted_iota(jnp.int32, ref.shape, axis)
-    ref[...] = jnp.where(index < count, ref[...], jnp.zeros((), ref.dtype))
 
 
 def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
@@ -260,14 +231,18 @@ def _active(rows: jax.Array, active: jax.Array) -> jax.Array:
 
 def _clear_last(tiles: Tiles, refs: Refs, block: Any, step: Any) -> None:
     """Zeroes what the last blocks of tokens and of the vocabulary have beyond their ends."""
+
+    def clear(name: str, axis: int, index: Any, extent: int, size: int) -> None:
+        @pl.when(index == pl.cdiv(extent, size) - 1)
+        def _() -> None:
+            ref, count = refs[name], extent - index * size
+            place = lax.broadcasted_iota(jnp.int32, ref.shape, axis)
+            ref[...] = jnp.where(place < count, ref[...], jnp.zeros((), ref.dtype))
+
     if tiles.tokens % tiles.rows:
-        pl.when(block == tiles.blocks - 1)(
-            lambda: _clear(refs["hidden"], 0, tiles.tokens - block * tiles.rows)
-        )
+        clear("hidden", 0, block, tiles.tokens, tiles.rows)
     if tiles.vocab % tiles.columns:
-        pl.when(step == tiles.steps - 1)(
-            lambda: _clear(refs["weight"], tiles.vocab_axis, tiles.vocab - step * tiles.columns)
-        )
+        clear("weight", tiles.vocab_axis, step, tiles.vocab, tiles.columns)
 
 
 def _transpose(refs: Refs, is_new: Any = None) -> Any:
@@ -399,7 +374,7 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
             d -= even
         # A masked entry has none, NaN where the whole row is.
         d = jnp.where(plain == -jnp.inf, p_factor * 0, d)
-        d = _formula(options).times_slope(d, z)
+        d = tile.formula.times_slope(d, z)
         d = jnp.where(active != 0, d, 0)
         valid = tile.is_valid(start)
         if valid is not None:
@@ -474,7 +449,7 @@ def _call(
     """Runs a kernel on operands; returns the results by name, whose shapes are `results`."""
     specs, grid = _block_specs(tiles), (tiles.blocks, tiles.steps)
     size = tiles.tokens * tiles.hidden * tiles.vocab
-    weight = tiles.hidden * tiles.vocab * int(np.dtype(tiles.dtype).itemsize)
+    weight = tiles.hidden * tiles.vocab * tiles.dtype.itemsize
     if tiles.vocab_axis:
         scratch = scratch | {"transposed": pltpu.VMEM((tiles.columns, tiles.hidden), tiles.dtype)}
     names = [*operands, *results, *scratch]
@@ -526,89 +501,92 @@ def _find_nan_blocks(tiles: Tiles, x: jax.Array, active: jax.Array) -> jax.Array
     return blocks.astype(jnp.int32)
 
 
-def forward(
-    target: Target, tiles: Tiles, options: Options, operands: Operands
-) -> tuple[jax.Array, ...]:
-    """Returns loss, logps, lse and lse_low, each [N] in f32."""
-    shape = NUMBERS, tiles.blocks * tiles.rows
-    state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
-    found = _call(
-        target,
-        tiles,
-        partial(_forward_kernel, tiles=tiles, options=options),
-        _prepare_operands(tiles, operands),
-        {"numbers": varying_like(operands.hidden, shape, jnp.float32)},
-        dict.fromkeys(("row_max", "total", "picked", "sums"), state),
-    )
-    numbers = found["numbers"][:4, : tiles.tokens]
-    return reference.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a loss on a target: the forward one, and those that make gradients."""
 
+    target: Target
+    of_outputs: Tiles
+    of_gradients: tuple[Tiles, ...]
 
-def backward(
-    target: Target,
-    kernels: tuple[Tiles, ...],
-    options: Options,
-    operands: Operands,
-    saved: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array, jax.Array],
-) -> Gradients:
-    """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse), each [N].
+    def forward(self, options: Options, operands: Operands) -> tuple[jax.Array, ...]:
+        """Returns loss, logps, lse and lse_low, each [N] in f32."""
+        tiles = self.of_outputs
+        shape = NUMBERS, tiles.blocks * tiles.rows
+        state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
+        found = _call(
+            self.target,
+            tiles,
+            partial(_forward_kernel, tiles=tiles, options=options),
+            _prepare_operands(tiles, operands),
+            {"numbers": varying_like(operands.hidden, shape, jnp.float32)},
+            dict.fromkeys(("row_max", "total", "picked", "sums"), state),
+        )
+        numbers = found["numbers"][:4, : tiles.tokens]
+        return reference.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
 
-    They are zeros where none of `kernels` makes them.
-    """
-    hidden, weight, bias, labels = operands
-    scalars = gradient_scalars(options, kernels[0].vocab, labels, saved, cotangents)
-    p_factor, at_label, even, active = scalars
-    rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
-    numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
-    made: dict[str, jax.Array] = {}
-    for tiles in kernels:
-        made |= _make_gradients(target, tiles, options, operands, numbers, active)
-    dbias = None
-    if bias is not None:
-        row = made.get("dbias")
-        dbias = jnp.zeros_like(bias) if row is None else row[0, : len(bias)].astype(bias.dtype)
-    dhidden, dweight = made.get("dhidden"), made.get("dweight")
-    return (
-        jnp.zeros_like(hidden) if dhidden is None else dhidden,
-        jnp.zeros_like(weight) if dweight is None else dweight,
-        dbias,
-    )
+    def backward(
+        self, options: Options, operands: Operands, saved: Any, cotangents: Any
+    ) -> Gradients:
+        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse).
 
+        They are zeros where no kernel makes them.
+        """
+        hidden, weight, bias, labels = operands
+        scalars = gradient_scalars(options, self.of_outputs.vocab, labels, saved, cotangents)
+        p_factor, at_label, even, active = scalars
+        rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
+        numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
+        made: dict[str, jax.Array] = {}
+        for tiles in self.of_gradients:
+            made |= self._make_gradients(tiles, options, operands, numbers, active)
 
-def _make_gradients(
-    target: Target,
-    tiles: Tiles,
-    options: Options,
-    operands: Operands,
-    numbers: jax.Array,
-    active: jax.Array,
-) -> dict[str, jax.Array]:
-    """Returns the gradients of one kernel by name, of `numbers` [NUMBERS, N] of all tokens."""
-    hidden, weight, bias, _ = operands
-    more = {"numbers": _padded(tiles, numbers, 0)}
-    results: dict[str, Any] = {}
-    scratch: dict[str, Any] = {"gradient": pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)}
+        def found(name: str, like: jax.Array) -> jax.Array:
+            return made[name] if name in made else jnp.zeros_like(like)
 
-    def add(name: str, shape: tuple[int, ...], dtype: Any, *sums: int) -> None:
-        """Adds a gradient, and sums in VMEM of such a shape."""
-        results[f"d{name}"] = varying_like(hidden, shape, dtype)
-        scratch[f"{name}_sums"] = pltpu.VMEM(sums, jnp.float32)
+        dbias = None if bias is None else found("dbias", bias)
+        return found("dhidden", hidden), found("dweight", weight), dbias
 
-    if tiles.makes_hidden:
-        add("hidden", hidden.shape, hidden.dtype, tiles.sums, tiles.rows, tiles.hidden)
-    if tiles.makes_weight:
-        more["nan_blocks"] = _find_nan_blocks(tiles, as_gemm_operands(hidden, weight)[0], active)
-        add("weight", weight.shape, weight.dtype, tiles.columns, tiles.hidden)
-    if tiles.makes_weight and bias is not None:
-        add("bias", (1, tiles.steps * tiles.columns), jnp.float32, tiles.columns, LANES)
-    if tiles.spills:
-        shape = tiles.blocks, tiles.rows, tiles.hidden
-        results["spilled"] = varying_like(hidden, shape, jnp.float32)
-        scratch |= dict.fromkeys(("arrived", "sent"), pltpu.SemaphoreType.DMA((SLOTS,)))
-    kernel = partial(_backward_kernel, tiles=tiles, options=options)
-    given = _prepare_operands(tiles, operands, **more)
-    return _call(target, tiles, kernel, given, results, scratch)
+    def fused(self, options: Options, operands: Operands, factors: jax.Array) -> Any:
+        """Returns loss, lse and lse_low, each [N] in f32, and gradients for `factors`.
+
+        Logits are computed twice: to compute them once, HBM would have to hold some.
+        """
+        passes = partial(self.forward, options), partial(self.backward, options)
+        return run_two_passes(*passes, operands, factors)
+
+    def _make_gradients(
+        self, tiles: Tiles, options: Options, operands: Operands, numbers: Any, active: Any
+    ) -> dict[str, jax.Array]:
+        """Returns the gradients of one kernel by name, of `numbers` [NUMBERS, N] of all tokens."""
+        hidden, weight, bias, _ = operands
+        more = {"numbers": _padded(tiles, numbers, 0)}
+        results: dict[str, Any] = {}
+        scratch: dict[str, Any] = {"gradient": pltpu.VMEM((tiles.columns, tiles.rows), tiles.dtype)}
+
+        def add(name: str, shape: tuple[int, ...], dtype: Any, *sums: int) -> None:
+            """Adds a gradient, and sums in VMEM of such a shape."""
+            results[f"d{name}"] = varying_like(hidden, shape, dtype)
+            scratch[f"{name}_sums"] = pltpu.VMEM(sums, jnp.float32)
+
+        if tiles.makes_hidden:
+            add("hidden", hidden.shape, hidden.dtype, tiles.sums, tiles.rows, tiles.hidden)
+        if tiles.makes_weight:
+            x, _ = as_gemm_operands(hidden, weight)
+            more["nan_blocks"] = _find_nan_blocks(tiles, x, active)
+            add("weight", weight.shape, weight.dtype, tiles.columns, tiles.hidden)
+        if tiles.makes_weight and bias is not None:
+            add("bias", (1, tiles.steps * tiles.columns), jnp.float32, tiles.columns, LANES)
+        if tiles.spills:
+            shape = tiles.blocks, tiles.rows, tiles.hidden
+            results["spilled"] = varying_like(hidden, shape, jnp.float32)
+            scratch |= dict.fromkeys(("arrived", "sent"), pltpu.SemaphoreType.DMA((SLOTS,)))
+        kernel = partial(_backward_kernel, tiles=tiles, options=options)
+        given = _prepare_operands(tiles, operands, **more)
+        found = _call(self.target, tiles, kernel, given, results, scratch)
+        if bias is not None and "dbias" in found:
+            found["dbias"] = found["dbias"][0, : len(bias)].astype(bias.dtype)
+        return found
 
 
 def choose_kernels(
@@ -619,10 +597,10 @@ def choose_kernels(
     *,
     named: Tile = (None, None),
     wanted: tuple[bool, bool] = (True, True),
-) -> tuple[Tiles, tuple[Tiles, ...]] | None:
-    """Returns tiles of the forward kernel and of those for the gradients `wanted`.
+) -> Kernels | None:
+    """Returns the kernels for the gradients `wanted`; None where there are none for such operands.
 
-    They are no larger than the tile `named`. None where there are no kernels for such operands.
+    Tiles are no larger than the one `named`.
 
     Raises:
         ValueError: a named extent that is not made of whole registers.
@@ -631,19 +609,22 @@ def choose_kernels(
     is_known = all(isinstance(extent, int) and extent > 0 for extent in hidden.shape)
     if operand_dtype(hidden, weight) not in DTYPES or not is_known:
         return None
-    has_bias = bias is not None
-    fit = partial(choose_tiles, target, hidden, weight, vocab_axis, bias=has_bias, named=named)
+    tokens, width = hidden.shape
+    vocab, dtypes = weight.shape[vocab_axis], (hidden.dtype, weight.dtype)
+    dtype = operand_dtype(hidden, weight)
+    untiled = Tiles(tokens, width, vocab, dtype, dtypes, vocab_axis, bias is not None)
+    fit = partial(choose_tiles, target, untiled, named)
     forward = fit()
     both = fit(makes_hidden=wanted[0], makes_weight=wanted[1])
     if both is None and all(wanted):
         both = fit(makes_hidden=True, makes_weight=True, spills=True)
         if both is not None and both.spilled_bytes > max_scratch_bytes:
             both = None
-    kernels = [both]
-    if both is None:
-        kernels = [fit(makes_hidden=True), fit(makes_weight=True)]
+    kernels = [both] if both is not None else [fit(makes_hidden=True), fit(makes_weight=True)]
     found = tuple(one for one in kernels if one is not None)
-    return None if forward is None or len(found) < len(kernels) else (forward, found)
+    if forward is None or len(found) < len(kernels):
+        return None
+    return Kernels(target, forward, found)
 
 
 def plan(
@@ -658,33 +639,15 @@ def plan(
     hidden, *others = operands
     flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
     limit = usual.max_scratch_bytes
-    found = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
-    if found is None:
+    kernels = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
+    if kernels is None:
         return without_kernels(problem, usual)
-    forward, kernels = found
-    moved = {tiles.name: tiles.bytes_moved for tiles in (forward, *kernels)}
-    gemms = sum(tiles.gemms for tiles in (forward, *kernels))
-    tiles, *_ = kernels
+    tiles, *_ = kernels.of_gradients
+    every = kernels.of_outputs, *kernels.of_gradients
+    moved = {one.name: one.bytes_moved for one in every}
+    gemms = sum(one.gemms for one in every)
     # Scalars of a token, in rows of as many as a register has, operands and results.
     scratch = 2 * token_bytes(problem) + tiles.spilled_bytes + problem.narrowed_bytes
     return Plan(
         "kernels", tiles.rows, tiles.columns, gemms, scratch, limit, moved=tuple(moved.items())
     )
-
-
-def run_pass(
-    name: str,
-    target: Target,
-    kernels: tuple[Tiles, tuple[Tiles, ...]],
-    options: Options,
-    *arrays: Any,
-) -> Any:
-    """Returns what the pass `name` of `schedule.Schedule` gives of its arrays.
-
-    "fused" computes logits twice as well: to compute them once, HBM would have to hold some.
-    """
-    run_forward = partial(forward, target, kernels[0], options)
-    run_backward = partial(backward, target, kernels[1], options)
-    if name == "fused":
-        return run_two_passes(run_forward, run_backward, *arrays)
-    return run_forward(*arrays) if name == "forward" else run_backward(*arrays)

@@ -83,6 +83,11 @@ class Problem:
         return self.vocab * operand if self.weight_bytes > self.operand_bytes else 0
 
     @property
+    def products(self) -> int:
+        """GEMMs of chunks of tokens."""
+        return 3 if self.reduced else 4
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a token's logits in f32, and of their gradient as an operand.
 
@@ -131,24 +136,37 @@ class Plan:
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
-        second = "" if self.apart is None else f", {self.apart[0]} x {self.apart[1]} for dweight"
-        kept = "" if self.kept is None else f", {self.kept[0]} columns kept in dweight's place"
-        once = ""
+        how = [f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"]
         if self.once is not None:
-            once = f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time"
-        wide = ", logits through memory in f32" if self.wide else ""
-        over = ", logits handed to the backward pass" if self.hands_over else ""
-        padded = ", the last chunk padded" if self.batch_invariant else ""
-        if self.batch_invariant and self.columns % LINE:
-            padded += ", on GPUs rows of logits by XLA"
-        if self.any_count:
-            padded = ", the last chunk padded, for any number of tokens"
+            how.append(f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time")
+        if self.apart is not None:
+            how.append(f", {self.apart[0]} x {self.apart[1]} for dweight")
+        if self.kept is not None:
+            how.append(f", {self.kept[0]} columns kept in dweight's place")
+        is_by_xla = self.batch_invariant and not self.any_count and self.columns % LINE != 0
+        flags = {
+            ", logits through memory in f32": self.wide,
+            ", logits handed to the backward pass": self.hands_over,
+            ", the last chunk padded": self.batch_invariant or self.any_count,
+            ", on GPUs rows of logits by XLA": is_by_xla,
+            ", for any number of tokens": self.any_count,
+        }
+        how += [text for text, is_so in flags.items() if is_so]
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
-            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"
-            f"{once}{second}{kept}{wide}{over}{padded}, {self.products:.3g} products, "
-            f"{scratch:.1f} MiB of scratch (at most {most:.1f})"
+            f"{''.join(how)}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
+            f"(at most {most:.1f})"
         )
+
+    @property
+    def fused_tokens(self) -> int | None:
+        """Tokens of a chunk whose forward pass computes gradients too.
+
+        None if no pass does, or if the plan pads its chunks.
+        """
+        is_padded = self.batch_invariant or self.any_count
+        is_fused = self.schedule == "tokens" and self.products < 4 and not is_padded
+        return self.tokens if is_fused else None
 
 
 def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
@@ -183,15 +201,15 @@ def plan_equal_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         ValueError: a budget below what it takes.
     """
     tokens = INVARIANT_TOKENS
-    is_known = isinstance(problem.tokens, int)
-    if is_known:
+    any_count = not isinstance(problem.tokens, int)
+    if any_count:
+        scratch = _fixed_scratch(problem, tokens)
+    else:
         padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
         scratch = token_chunk_scratch(padded, tokens)
         if padded != problem:
             # Hidden states with padding, and their gradient.
             scratch += 2 * padded.tokens * problem.hidden * problem.hidden_bytes
-    else:
-        scratch = _fixed_scratch(problem, tokens)
     limit = scratch if max_scratch_bytes is None else max_scratch_bytes
     if scratch > limit:
         raise ValueError(
@@ -199,9 +217,8 @@ def plan_equal_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
             f"{scratch} for {problem.tokens} tokens, {problem.hidden} hidden columns and a "
             f"vocabulary of {problem.vocab}"
         )
-    products = 3 if problem.reduced else 4
-    plan = Plan("tokens", tokens, problem.vocab, products, scratch, limit, batch_invariant=True)
-    return plan if is_known else dataclasses.replace(plan, any_count=True)
+    plan = Plan("tokens", tokens, problem.vocab, problem.products, scratch, limit)
+    return dataclasses.replace(plan, batch_invariant=True, any_count=any_count)
 
 
 def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
@@ -217,8 +234,8 @@ def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     while tokens >= LEAST_TOKENS:
         scratch = _fixed_scratch(problem, tokens)
         if scratch <= limit:
-            products = 3 if problem.reduced else 4
-            return Plan("tokens", tokens, problem.vocab, products, scratch, limit, any_count=True)
+            fixed = tokens, problem.vocab, problem.products, scratch, limit
+            return Plan("tokens", *fixed, any_count=True)
         tokens //= 2
     fitting = _plan_symbolic_tiles(problem, limit)
     if fitting.scratch_bytes <= limit:
@@ -249,6 +266,21 @@ def _plan_symbolic_tiles(problem: Problem, limit: int) -> Plan:
     smallest = STEP, min(STEP, problem.vocab)
     side = _grow_tile(smallest, most, lambda *tile: _fixed_scratch(problem, *tile) <= limit)
     return Plan("both", *side, 5, _fixed_scratch(problem, *side), limit, any_count=True)
+
+
+def plan_output_chunk(plan: Plan, tokens: Any, vocab: int) -> int:
+    """Returns the tokens of a chunk whose logits have auxiliary outputs, of `tokens` in all.
+
+    `plan` is that of the loss alone.
+    """
+    if plan.batch_invariant:
+        return plan.tokens
+    chunk = max(min(plan.tokens, USUAL_TOKENS), 1)
+    if plan.schedule != "tokens":
+        # The budget is too small for sums of dweight, which are made nevertheless.
+        row_bytes = (12 if plan.any_count else 8) * vocab
+        chunk = max(plan.max_scratch_bytes // row_bytes, 1)
+    return min(chunk, plan.tokens if plan.any_count else max(tokens, 1))
 
 
 def usual_budget(problem: Problem) -> int:
@@ -346,18 +378,17 @@ def _even_chunk(total: int, most: int) -> int:
 
 
 def _plan_tokens(problem: Problem, limit: int) -> Plan | None:
-    products = 3 if problem.reduced else 4
     chunk = problem.tokens
     if token_chunk_scratch(problem, chunk) > limit:
-        token_bytes = problem.row_bytes + _hidden_row_bytes(problem, 0)
-        most = (limit - token_chunk_scratch(problem, 0)) // token_bytes
+        row_bytes = problem.row_bytes + _hidden_row_bytes(problem, 0)
+        most = (limit - token_chunk_scratch(problem, 0)) // row_bytes
         if most < LEAST_TOKENS:
             return None
         chunk = _even_chunk(problem.tokens, most)
         if chunk < min(LEAST_TOKENS, problem.tokens) or token_chunk_scratch(problem, chunk) > limit:
             return None
     scratch = token_chunk_scratch(problem, chunk)
-    return Plan("tokens", max(chunk, 1), problem.vocab, products, scratch, limit)
+    return Plan("tokens", max(chunk, 1), problem.vocab, problem.products, scratch, limit)
 
 
 def _plan_columns(problem: Problem, limit: int) -> Plan | None:

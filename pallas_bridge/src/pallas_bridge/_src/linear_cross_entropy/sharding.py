@@ -1,7 +1,7 @@
 """How operands are sharded over devices, and what each device computes.
 
 A `Layout` describes arrays whose sharding is known when a program is traced. Where XLA's
-partitioner shards arrays while it compiles, a `Partitioned` schedule has each device run a plan for
+partitioner shards arrays while it compiles, a `PartitionedSchedule` has each device run a plan for
 its own tokens and its vocabulary shard. Where one mesh axis shards both tokens and vocabulary,
 tokens stay sharded and the weight is gathered.
 """
@@ -19,13 +19,14 @@ from .. import auto_partitioning, gathering, meshes
 from ..bound import Bound
 from ..compat import shards_by_shardy
 from ..logits_gemms import Bias
+from ..losses.options import Options
 from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
 from ..meshes import Names
 from . import derivative
 from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
-from .schedule import PassName, Planner, Schedule
+from .schedule import OUTPUT_COUNTS, PassName, Schedule
 
 # Axes of the vocabulary and of hidden states; those of tokens are numbered.
 V, D = "V", "D"
@@ -170,13 +171,15 @@ def _spec(shardings: Sequence[Names]) -> PartitionSpec:
 
 
 @dataclass(frozen=True)
-class Partitioned:
-    """Runs passes of arrays that XLA may shard; its text names all that devices compute."""
+class PartitionedSchedule(Schedule):
+    """A schedule of arrays that XLA may shard: each device runs a plan for its own."""
 
-    planner: Planner
+    def forward_saving_logits(self, operands: Operands) -> Any:
+        """Returns what `forward` does, and no logits: nobody saves those of a device."""
+        return *self.forward(operands), ()
 
-    def __call__(self, name: PassName, whole: Schedule, *arrays: Any) -> Any:
-        """Returns what the pass `name` of a schedule does, of its arrays.
+    def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
+        """Returns the pass `name` of its arrays, operands first.
 
         Hidden states are [.., D], and what is of tokens [..]: axes that are sharded could not be
         flattened where they are.
@@ -184,14 +187,16 @@ class Partitioned:
         (hidden, _, bias, _), *_ = arrays
         flat, tree = jax.tree.flatten(arrays)
         tokens = tuple(f"n{index}" for index in range(hidden.ndim - 1))
-        weight_axes = (V, D) if whole.gemms.vocab_axis == 0 else (D, V)
+        weight_axes = (V, D) if self.planner.gemms.vocab_axis == 0 else (D, V)
         first = ((*tokens, D), weight_axes, *([] if bias is None else [(V,)]))
         operands = (*first, *[tokens] * (len(flat) - len(first)))
-        count = {"forward": 4, "backward": 0, "fused": 3}[name]
+        count = OUTPUT_COUNTS[name]
         results = (*[tokens] * count, *(() if name == "forward" else first))
         axes = auto_partitioning.Arrays(operands, results, (*tokens, V), (V,))
-        work = _Pass(name, whole, self.planner, tree, operands, results, hidden.shape[:-1])
-        text = f"{OPERATION}_{name} {whole} {self}"
+        schedule = Schedule(options, self.planner, self.plan, self.cuda, self.cpu)
+        work = _Pass(name, schedule, tree, axes, hidden.shape[:-1])
+        # It names all that devices compute.
+        text = f"{OPERATION}_{name} {schedule}"
         run_whole, run_local = Bound(_Pass.whole, work), Bound(_Pass.local, work)
         found = auto_partitioning.bind(
             auto_partitioning.Work(OPERATION, text, axes, run_whole, run_local), *flat
@@ -210,10 +215,8 @@ class _Pass:
 
     name: PassName
     schedule: Schedule
-    planner: Planner
     tree: Any
-    operands: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
+    arrays: auto_partitioning.Arrays
     # The extents of all axes of tokens.
     tokens: tuple[int, ...]
 
@@ -227,48 +230,51 @@ class _Pass:
         """Returns what a device makes of its own; mesh axes shard tokens and the vocabulary."""
         token_shardings = [mesh_axes[f"n{index}"] for index in range(len(self.tokens))]
         names = tuple(name for one in token_shardings for name in one)
+        run_own = partial(self._run_on_device, names, mesh_axes[V])
 
-        def run_own(*arrays: jax.Array) -> list[jax.Array]:
-            weight = arrays[1]
+        def clean(x: jax.Array) -> jax.Array:
+            return auto_partitioning.without_padding(x, token_shardings, self.tokens)
+
+        def run_shard(*arrays: jax.Array) -> list[jax.Array]:
             if V in uneven:
-                vocab = weight.shape[self.schedule.gemms.vocab_axis]
+                vocab = arrays[1].shape[self.schedule.planner.gemms.vocab_axis]
                 gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
-            given = [
-                auto_partitioning.without_padding(one, token_shardings, self.tokens)
-                if self._has_tokens(axes)
-                else one
-                for one, axes in zip(arrays, self.operands, strict=True)
-            ]
-            return self._run_flat(partial(self._run_on_device, names, mesh_axes[V]), *given)
+            return self._run_flat(run_own, *self._of_tokens(clean, self.arrays.operands, arrays))
 
-        return run_own
+        return run_shard
 
-    def _has_tokens(self, axes: tuple[str, ...]) -> bool:
-        return axes[: len(self.tokens)] == self.operands[0][:-1]
+    def _of_tokens(
+        self, function: Callable[[jax.Array], jax.Array], axes: Any, arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Returns arrays with `function` of those whose first axes are those of tokens."""
+        tokens = self.arrays.operands[0][:-1]
+        pairs = zip(arrays, axes, strict=True)
+        return [function(x) if one[: len(tokens)] == tokens else x for x, one in pairs]
 
     def _run_flat(self, function: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
         """Returns function of arrays with one axis of tokens, whose results have all of them."""
         leading = arrays[0].shape[:-1]
-        flat = [
-            one.reshape(-1, *one.shape[len(leading) :]) if self._has_tokens(axes) else one
-            for one, axes in zip(arrays, self.operands, strict=True)
-        ]
+
+        def flatten(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[len(leading) :])
+
+        def unflatten(x: jax.Array) -> jax.Array:
+            return x.reshape(*leading, *x.shape[1:])
+
+        flat = self._of_tokens(flatten, self.arrays.operands, arrays)
         found = jax.tree.leaves(function(*jax.tree.unflatten(self.tree, flat)))
-        return [
-            one.reshape(*leading, *one.shape[1:]) if self._has_tokens(axes) else one
-            for one, axes in zip(found, self.results, strict=True)
-        ]
+        return self._of_tokens(unflatten, self.arrays.results, found)
 
     def _run_on_device(
         self, tokens: Names, columns: Names, operands: Operands, *more: Any
     ) -> tuple[Any, ...]:
         """Returns the pass of a device's arrays; mesh axes shard `tokens` and `columns`."""
-        options, gemms = self.schedule.options, self.schedule.gemms
+        options, planner = self.schedule.options, self.schedule.planner
         # A cotangent is the whole's on every device.
         exchange = OverDevices(columns, is_checked=True)
         reduced = self.name == "fused" and exchange.is_whole
-        own = self.planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
-        loss = LinearLoss(options, gemms, own, exchange)
+        own = planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
+        loss = LinearLoss(options, planner.gemms, own, exchange)
         forward = partial(derivative.forward, loss, operands, None)
         outputs: Sequence[Any] = ()
         if self.name == "forward":

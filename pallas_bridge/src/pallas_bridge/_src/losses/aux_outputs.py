@@ -22,10 +22,13 @@ from jax.typing import ArrayLike
 from .. import meshes
 from ..arrays import match_rank, wide
 from ..checks import as_array
+from ..logits_gemms import FLOAT32, Bias, as_gemm_operands
 from .options import Options, is_ignored
 
 # The most columns a token.
 MOST_COLUMNS = 128
+# What rows of the weight that are gathered take at a time, in bytes, where XLA holds any.
+GATHERED_BYTES = 1 << 28
 
 
 class TokenOutputs(NamedTuple):
@@ -151,6 +154,24 @@ def pick(options: Options, logits: jax.Array, columns: jax.Array, first: Any = 0
     z = options.mapped(wide(jnp.take_along_axis(logits, index, axis=-1)))
     # A masked entry has no gradient.
     z = jnp.where(z == -jnp.inf, -jnp.inf, z)
+    return jnp.where(here, z, jnp.nan)
+
+
+def gather_column_logits(
+    options: Options, hidden: jax.Array, weight: jax.Array, bias: Bias, columns: jax.Array
+) -> jax.Array:
+    """Returns columns' logits [N, K] of a weight [V, D], as `pick` gives them."""
+    x, w = as_gemm_operands(hidden, weight)
+    here, at = find_columns(columns, 0, len(w))
+
+    def one_token(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_row, at_row = row
+        z: jax.Array = (x_row[None].astype(FLOAT32) * w[at_row].astype(FLOAT32)).sum(-1)
+        return z
+
+    chunk = GATHERED_BYTES // (columns.shape[-1] * w.shape[1] * w.dtype.itemsize)
+    z = jax.lax.map(one_token, (x, at), batch_size=max(min(chunk, len(x)), 1))
+    z = options.mapped(z if bias is None else z + bias.astype(FLOAT32)[at])
     return jnp.where(here, z, jnp.nan)
 
 

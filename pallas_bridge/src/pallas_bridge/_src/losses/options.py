@@ -18,7 +18,7 @@ AxisName = str | Sequence[str]
 
 
 class LossKeywords(TypedDict, total=False):
-    """The options that losses of logits and linear losses have."""
+    """The options that losses of logits and linear losses have; `check_options` has defaults."""
 
     ignore_index: int
     label_smoothing: float | jax.Array
@@ -27,7 +27,6 @@ class LossKeywords(TypedDict, total=False):
     block_size: int | None
     time_block: int | None
     implementation: Implementation | None
-    axis_name: AxisName | None
 
 
 # Tokens and columns of a tile, None for tuned ones.
@@ -149,13 +148,14 @@ def check_tile(time_block: Any, block_size: Any) -> Tile:
 
 def check_options(
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    block_size: int | None,
-    time_block: int | None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     temperature: float = 1.0,
+    block_size: int | None = None,
+    time_block: int | None = None,
+    implementation: Implementation | None = None,
     **flags: Any,
 ) -> Options:
     """Returns the options, of which `flags` are not checked.
@@ -187,6 +187,7 @@ def check_options(
         block_size=block_size,
         time_block=time_block,
         temperature=warmth,
+        implementation=implementation,
         **flags,
     )
 

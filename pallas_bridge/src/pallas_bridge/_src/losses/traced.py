@@ -15,10 +15,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..checks import is_traced
+from ..arrays import wide
+from ..checks import as_array, check_dtype, is_traced
 from .aux_outputs import TokenOutputs
 from .options import Options, is_ignored
 from .reduction import countable
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Checks an option that may be traced.
+
+    Raises:
+        TypeError: a traced array that is no scalar.
+    """
+    if is_traced(value) and (value.ndim or not jnp.issubdtype(value.dtype, jnp.floating)):
+        raise TypeError(
+            f"{name} is traced, of shape {value.shape} and dtype {value.dtype}; it must be a "
+            "scalar of a float dtype"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +49,7 @@ class Coefficients:
             TypeError: a traced array that is no scalar.
         """
         for name, value in dataclasses.asdict(self).items():
-            if is_traced(value) and (value.ndim or not jnp.issubdtype(value.dtype, jnp.floating)):
-                raise TypeError(
-                    f"{name} is traced, of shape {value.shape} and dtype {value.dtype}; it must be "
-                    "a scalar of a float dtype"
-                )
+            check_scalar(name, value)
 
     @property
     def any_traced(self) -> bool:
@@ -92,3 +102,24 @@ class Coefficients:
         counts = jnp.isfinite(outputs.lse) & ~is_ignored(options, labels)
         square = jnp.where(counts, outputs.lse, 0) ** 2
         return loss + jnp.asarray(self.z_loss, jnp.float32) * square
+
+
+def divided(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
+    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
+
+    Raises:
+        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
+    """
+    if not is_traced(temperature):
+        return hidden, bias, temperature
+    if softcap is not None:
+        raise TypeError(
+            "temperature is traced and softcap is given; it must be a Python number then, since "
+            "hidden cannot be divided by it before the softcap"
+        )
+    check_scalar("temperature", temperature)
+    hidden = as_array("hidden", hidden, "[.., D]")
+    check_dtype("hidden", hidden)
+    divisor = temperature.astype(jnp.float32)
+    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
+    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
