@@ -340,8 +340,8 @@ def test_tiles_fit(monkeypatch: pytest.MonkeyPatch, axis: int, dtype: Any, width
     for target in (*TARGETS.values(), ANY):
         kernels = pallas_tpu.choose_kernels(target, (x, w, b), axis, 2**30)
         assert kernels is not None
-        assert kernels.of_outputs.vmem_bytes <= target.vmem_bytes
-        for tiles in kernels.of_gradients:
+        assert kernels.forward_tiles.vmem_bytes <= target.vmem_bytes
+        for tiles in kernels.gradient_tiles:
             assert tiles.vmem_bytes <= target.vmem_bytes
             assert tiles.rows % 128 == tiles.columns % tiles.part == tiles.part % 128 == 0
 

@@ -10,8 +10,8 @@ import pytest
 from pallas_bridge._src import library, operations, targets
 from pallas_bridge._src.arrays import Result
 from pallas_bridge._src.linear_cross_entropy import library_plan, schedule
-from pallas_bridge._src.linear_cross_entropy.chunks import Operands
 from pallas_bridge._src.linear_cross_entropy.plan import Problem
+from pallas_bridge._src.logits_gemms import Operands
 from pallas_bridge._src.losses.options import Options
 from pallas_bridge._src.targets import declared
 

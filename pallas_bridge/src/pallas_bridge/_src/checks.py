@@ -14,14 +14,23 @@ REFERENCE_TAKES_OTHERS = ' (implementation="reference" takes others)'
 FLOAT32 = np.finfo(np.float32)
 
 
+def refuse_none(name: str, value: Any, right: str) -> None:
+    """Checks that there is an array; `right` says of which shape.
+
+    Raises:
+        TypeError: it is None.
+    """
+    if value is None:
+        raise TypeError(f"{name} is None; it must be an array {right}")
+
+
 def as_array(name: str, value: Any, right: str) -> jax.Array:
     """Returns an array of what a user passes for one; `right` says of which shape it must be.
 
     Raises:
         TypeError: it is None, or nothing that an array is made of.
     """
-    if value is None:
-        raise TypeError(f"{name} is None; it must be an array {right}")
+    refuse_none(name, value, right)
     if isinstance(value, jax.Array) and not jax.typeof(value).weak_type:
         # Of a tracer, `jnp.asarray` makes another by an operation that changes nothing, whose
         # result `jax.debug_infs` looks at: logits of -inf, say.

@@ -37,6 +37,24 @@ def is_one_chunk(chunk: int, total: Any) -> bool:
     return isinstance(total, int) and chunk >= total
 
 
+def held_extent(total: int, chunk: int) -> int:
+    """Returns rows or columns that have memory: a chunk, and a shorter last one beside it."""
+    return chunk + total % chunk if 0 < chunk < total else chunk
+
+
+def even_chunk(total: int, most: int, step: int) -> int:
+    """Returns a chunk, a multiple of `step`, for the fewest chunks of at most `most` at once."""
+    if total <= most:
+        return total
+    count = -(-total // most)
+    while True:
+        chunk = -(-total // count)
+        chunk = -(-chunk // step) * step
+        if held_extent(total, chunk) <= most or chunk <= step:
+            return chunk
+        count += 1
+
+
 def for_each_chunk(
     total: Any,
     chunk: int,

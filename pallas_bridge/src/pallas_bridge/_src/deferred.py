@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from . import refusal
 from .meshes import entry, on_devices, sharded_over
 from .operation import Operation
+from .partitioning import is_whole
 
 
 def make_primitive(operation: Operation, name: str, choose: Callable[..., Any]) -> Primitive:
@@ -72,6 +73,11 @@ def bind_deferred(made: Primitive, default: Callable[..., Any], *operands: Any, 
     keep = tuple(range(len(closed.out_avals)))
     results = made.bind(*flat, default=Default(default, tree, closed), tree=tree, keep=keep, **how)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def choose_if_whole(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
+    """Chooses `call` in programs of one device, where XLA shards nothing over a mesh."""
+    return (ctx, call) if is_whole(ctx.module_context) else None
 
 
 def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]:

@@ -17,8 +17,8 @@
 
 Residual, bias and sinks, and what follows from them, are there if the config has them; dx is the
 residual's gradient too. Packed texts with as many keys as queries have segment ids [T]; others the
-first key that each query sees, and the one behind the last, [T] each. An operation that is not
-here has `EXPORTS` in its module `api`, or a module `exported` in its folder.
+first key that each query sees, and the one behind the last, [T] each. `losses.exported` has
+cross_entropy and linear_cross_entropy. An operation that is not here has `EXPORTS` in its `api`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +49,7 @@ from .flash_attention.options import check_options as attention_options
 from .flash_attention.options import ranges
 from .fp8_quantize.api import fp8_quantize, rms_norm_fp8, swiglu_fp8
 from .linear_attention.api import gated_delta_rule, linear_attention
+from .losses import exported as losses
 from .norm.api import layer_norm, rms_norm
 from .optimizers.exported import EXPORTS as OPTIMIZERS
 from .rope.api import rope
@@ -290,7 +291,8 @@ STATES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "heads": _key_heads,
     "value_dim": _value_dim,
 }
-EXPORTS: Mapping[str, Exports] = {
+EXPORTS: Mapping[str, Exports | losses.LossExports] = {
+    **losses.EXPORTS,
     "activation": Exports(_activation, ("kind", *GATE), ("mlp",), {"layout": _layout}),
     "rms_norm": Exports(_norm, NORM, ("hidden",), RMS),
     "layer_norm": Exports(

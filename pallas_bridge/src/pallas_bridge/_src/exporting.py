@@ -1,6 +1,6 @@
 """What an operation says of its programs for tools that run no Python.
 
-Its entry of `exported.EXPORTS`, `EXPORTS` of its module `api`, or its module `exported` has
+Its entry of `exported.EXPORTS`, or `EXPORTS` of its module `api`, has
 `PLATFORMS`, the platforms of its programs, the default first; `settings(config)`, what its own
 keys of a config say; `program(cell)`; `tile(cell)`, the tile that kernels take, None where they
 choose for where they run; and `described(cell, program)`, what its manifest has of its own.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,22 @@ BLOCK = 1024
 FLOAT32 = np.dtype(np.float32)
 
 Bias = jax.Array | None
+# Of hidden, weight and bias.
+Gradients = tuple[jax.Array, jax.Array, Bias]
 T = TypeVar("T")
+
+
+class Operands(NamedTuple):
+    """What a loss is computed from."""
+
+    # [N, D], and where XLA may shard any axis of tokens, [.., D].
+    hidden: jax.Array
+    # [V, D] or [D, V].
+    weight: jax.Array
+    # [V]
+    bias: Bias
+    # [N], or [..].
+    labels: jax.Array
 
 
 def operand_dtype(hidden: Any, weight: Any) -> Any:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -93,6 +94,11 @@ batching.primitive_batchers[_mark_replicated] = lambda operands, axes, **params:
 )
 
 
+def sum_wide(over: Names, x: jax.Array) -> jax.Array:
+    """Returns the sum over devices along mesh axes `over`, in float32, rounded last."""
+    return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype) if over else x
+
+
 def mean(x: jax.Array, over: Names) -> jax.Array:
     """Returns the mean along the last axis, kept; mesh axes `over` shard the axis evenly."""
     of_own: jax.Array = x.mean(-1, keepdims=True)
@@ -116,7 +122,7 @@ def check_whole(operation: object, name: str, array: Any, **axes: int) -> None:
             raise ValueError(
                 f"{operation}: axis {axis % len(found)} of {name}, its {what}, is sharded over "
                 f"{shown(found[axis])}; it must be whole: call jax.sharding.reshard({name}, "
-                f"jax.{PartitionSpec(*map(entry, whole))}) first"
+                f"jax.{spec_of_names(whole)}) first"
             )
 
 
@@ -232,6 +238,11 @@ def sharded_over(array: Any) -> list[Names]:
     # The type of what is no tracer has explicit axes alone.
     of = array if not isinstance(array, jax.core.Tracer) else jax.typeof(array)
     return [*map(tuple_of, spec_of(of))]
+
+
+def spec_of_names(shardings: Sequence[Names]) -> PartitionSpec:
+    """Returns the sharding of an array by the mesh axes that shard each of its axes."""
+    return PartitionSpec(*map(entry, shardings))
 
 
 def entry(names: Names) -> Any:

@@ -33,15 +33,13 @@ class Operation:
     without: tuple[tuple[str, str], ...] = ()
 
     def exports(self) -> Any:
-        """Returns its entry of `exported.EXPORTS`, `EXPORTS` of its `api`, or its `exported`.
+        """Returns its entry of `exported.EXPORTS`, or `EXPORTS` of its `api`.
 
         They are loaded late: tools alone want them.
         """
         if entry := importlib.import_module(f"{__package__}.exported").EXPORTS.get(self.name):
             return entry
-        folder = f"{__package__}.{self.name}"
-        entry = getattr(importlib.import_module(f"{folder}.api"), "EXPORTS", None)
-        return entry or importlib.import_module(f"{folder}.exported")
+        return importlib.import_module(f"{__package__}.{self.name}.api").EXPORTS
 
     def named(self, result: jax.Array) -> jax.Array:
         """Returns a result under the operation's name, which policies of `jax.checkpoint` go by.

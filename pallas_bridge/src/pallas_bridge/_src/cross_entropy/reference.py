@@ -191,6 +191,29 @@ def mask_cotangents(
     return [jnp.where(idle, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
 
 
+def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
+    """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
+    are_zero = (~one if one.dtype == bool else one == 0 for one in cotangents)
+    return is_ignored(options, labels) | reduce(operator.and_, are_zero)
+
+
+def gradient_scalars(
+    options: Options, vocab: int, labels: jax.Array, saved: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns p_factor, at_label and even, each [N] in f32, and which tokens have a gradient.
+
+    dlogits = p_factor exp(z - lse) + at_label [v = y] - even.
+
+    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse).
+    """
+    lse, low = saved
+    g, h, k = mask_cotangents(options, vocab, labels, *cotangents)
+    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
+    at_label = h - g * (1 - options.label_smoothing)
+    even = g * (options.label_smoothing / vocab)
+    return p_factor, at_label, even, (g != 0) | (h != 0) | (k != 0)
+
+
 def requested_outputs(
     spec: Loss,
     request: Request,

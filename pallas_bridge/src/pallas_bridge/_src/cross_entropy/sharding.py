@@ -78,10 +78,10 @@ def find_layout(logits: jax.Array, axis_name: Any) -> Layout | None:
         if names != last:
             raise ValueError(
                 f"axis_name is {axis_name!r} and logits are sharded as "
-                f"{PartitionSpec(*map(meshes.entry, [*leading, last]))}; "
+                f"{meshes.spec_of_names([*leading, last])}; "
                 "their last axis must be sharded over it, and over nothing else: reshard it first"
             )
-        tokens = PartitionSpec(*map(meshes.entry, leading))
+        tokens = meshes.spec_of_names(leading)
         place = Bound(meshes.place, mesh, tokens)
         if math.prod(mesh.shape[name] for name in names) > 1:
             return Layout(place=place, explicit=(mesh, tokens, last))

@@ -1,6 +1,5 @@
 """The functions of linear cross-entropy that users call."""
 
-import dataclasses
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -8,17 +7,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import pallas
-from ..checks import as_array
+from ..checks import as_array, refuse_none
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
-from ..logits_gemms import Gemms, find_vocab_axis, promote_operands
-from ..losses.aux_outputs import Request, check_columns
+from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
+from ..losses.aux_outputs import Request
 from ..losses.options import AxisName, LossKeywords, check_options, check_tile
 from ..losses.reduction import weighted
 from . import derivative, schedule
 from .call import Call
-from .chunks import Operands
-from .declaration import OPERATION
 from .derivative import LinearLoss
 from .plan import Plan
 from .schedule import Planner
@@ -37,27 +34,9 @@ class _Keywords(LossKeywords, total=False):
 
 
 class _ShardedKeywords(_Keywords, total=False):
-    """The options of functions whose weight may be sharded; `_prepare` has the default."""
+    """The options of functions whose weight may be sharded; `Call.place` has the default."""
 
     axis_name: AxisName | None
-
-
-def _prepare(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    weights: ArrayLike | None,
-    columns: ArrayLike | None,
-    requested: Request,
-    *,
-    axis_name: AxisName | None = None,
-    **options: Any,
-) -> tuple[Call, Request]:
-    """Returns checked arguments whose layout is known, and the request with checked columns."""
-    call = Call(hidden, weight, labels, weights, requested.lse, **options)
-    call.find_layout(axis_name)
-    columns = check_columns(OPERATION, columns, call.shape)
-    return call, dataclasses.replace(requested, columns=columns)
 
 
 @overload
@@ -102,7 +81,7 @@ def linear_cross_entropy(
 ) -> Any: ...
 
 
-@hinted_with(check_options, Call.__init__, _prepare)
+@hinted_with(check_options, Call.__init__, Call.place)
 def linear_cross_entropy(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -208,8 +187,10 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    axis_name = options.pop("axis_name", None)
+    call = Call(hidden, weight, labels, weights, return_lse, **options)
     requested = Request(return_lse, return_entropy, return_correct)
-    call, requested = _prepare(hidden, weight, labels, weights, columns, requested, **options)
+    requested = call.place(requested, columns, axis_name=axis_name)
     if reduction == "none":
         found = call.outputs(requested)
         loss = call.coefficients.loss(call.options, call.labels, found, call.weights)
@@ -267,11 +248,11 @@ def linear_cross_entropy_value_and_grad(
             f"{operands.weight.shape}"
         )
     if call.is_dense:
-        dense = LinearLoss(call.options, call.planner.gemms, is_dense=True)
+        dense = LinearLoss(options=call.options, gemms=call.planner.gemms, is_dense=True)
 
         def run_dense(x: Any, w: Any, b: Any) -> jax.Array:
             given = Operands(x, w, b, operands.labels)
-            return derivative.outputs(dense, Request(), given, factors).loss
+            return derivative.compute_outputs(dense, Request(), given, factors).loss
 
         value_and_grad = jax.value_and_grad(run_dense, (0, 1, 2))
         wide = operands.weight.astype(jnp.float32)
@@ -322,7 +303,7 @@ def linear_cross_entropy_per_token(
 ) -> tuple[jax.Array, ...]: ...
 
 
-@hinted_with(check_options, Call.__init__, _prepare)
+@hinted_with(check_options, Call.__init__, Call.place)
 def linear_cross_entropy_per_token(
     hidden: ArrayLike,
     weight: ArrayLike,
@@ -347,8 +328,10 @@ def linear_cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
+    axis_name = options.pop("axis_name", None)
+    call = Call(hidden, weight, labels, None, return_lse, **options)
     requested = Request(return_lse, return_entropy, return_correct)
-    call, requested = _prepare(hidden, weight, labels, None, columns, requested, **options)
+    requested = call.place(requested, columns, axis_name=axis_name)
     found = call.outputs(requested)
     loss = call.coefficients.loss(call.options, call.labels, found)
     return loss, found.logps, *requested.select(found)
@@ -386,12 +369,8 @@ def explain(
         unknown platform.
     """
     tile = check_tile(time_block, block_size)
-    for name, array, right in (
-        ("hidden", hidden, "[.., D]"),
-        ("weight", weight, "[V, D] or [D, V]"),
-    ):
-        if array is None:
-            raise TypeError(f"{name} is None; it must be an array {right}, or its shape and dtype")
+    refuse_none("hidden", hidden, "[.., D], or its shape and dtype")
+    refuse_none("weight", weight, "[V, D] or [D, V], or its shape and dtype")
     if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
         hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
     axis = find_vocab_axis(hidden, weight, bias, vocab_axis)

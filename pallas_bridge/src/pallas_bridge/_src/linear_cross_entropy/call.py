@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -14,20 +15,20 @@ from ..bound import Bound
 from ..checks import as_array
 from ..chunk_loops import pad_tokens
 from ..implementations import choose
-from ..logits_gemms import Gemms, find_vocab_axis, promote_operands
-from ..losses.aux_outputs import Request, TokenOutputs
+from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
+from ..losses.aux_outputs import Request, TokenOutputs, check_columns
+from ..losses.layouts import Layout, find_layout
 from ..losses.options import AxisName, check_options, narrow_labels
 from ..losses.reduction import token_factors
 from ..losses.traced import Coefficients, divided
 from ..losses.vocab_shards import WHOLE, shard_options
 from ..operation import Implementation
 from . import derivative
-from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss
 from .plan import plan_output_chunk
 from .schedule import Planner
-from .sharding import Layout, PartitionedSchedule, find_layout
+from .sharding import PartitionedSchedule
 
 
 class Call:
@@ -70,7 +71,8 @@ class Call:
             softcap=softcap,
             temperature=kernel_temperature,
             every_token=every_token,
-            donate_logits=False,
+            # Nothing else reads the logits of a chunk.
+            donate_logits=True,
             implementation=implementation,
         )
         # Whether all is XLA's own program.
@@ -91,9 +93,8 @@ class Call:
         self.labels, self.options = narrow_labels(y, self.coefficients.for_kernels(options))
         if not all(isinstance(extent, int) for extent in self.shape):
             self.options = self.options.in_xla()
-        self.weights = None
-        if weights is not None:
-            self.weights = self._check_tokens("weights", weights).astype(jnp.float32)
+        weights = None if weights is None else self._check_tokens("weights", weights)
+        self.weights = None if weights is None else weights.astype(jnp.float32)
         if batch_invariant and self.is_dense:
             raise ValueError(
                 "batch_invariant is True with the implementation 'reference', whose products have "
@@ -137,18 +138,23 @@ class Call:
         """Returns the factor [..] of every token's loss."""
         return token_factors(self.options, reduction, self.labels, self.weights)
 
-    def find_layout(self, axis_name: AxisName | None) -> None:
-        """Finds how arrays are known to be sharded; else warns where XLA gathers some."""
-        layout = find_layout(self.hidden, self.weight, self.axis, axis_name)
+    def place(
+        self, requested: Request, columns: ArrayLike | None, *, axis_name: AxisName | None = None
+    ) -> Request:
+        """Finds how arrays are known to be sharded; else warns where XLA gathers some.
+
+        Returns the request with checked columns.
+        """
+        self.layout = layout = find_layout(self.hidden, self.weight, self.axis, axis_name)
         if layout is not None:
-            self.layout = layout
             self.labels = layout.place(self.labels)
             self.weights = None if self.weights is None else layout.place(self.weights)
         elif not self.is_dense:
-            self.hidden = gathering.watched(OPERATION, "hidden", self.hidden, -1, axis_of="D")
-            self.weight = gathering.watched(
-                OPERATION, "weight", self.weight, self.axis, calls_ask=True
-            )
+            watched = partial(gathering.watched, OPERATION)
+            self.hidden = watched("hidden", self.hidden, -1, axis_of="D")
+            self.weight = watched("weight", self.weight, self.axis, calls_ask=True)
+        columns = check_columns(OPERATION, columns, self.shape)
+        return dataclasses.replace(requested, columns=columns)
 
     def outputs(
         self, requested: Request, reduction: Literal["mean", "sum"] | None = None
@@ -206,7 +212,7 @@ class Call:
         operands = operands._replace(hidden=hidden, labels=labels)
         requested = dataclasses.replace(requested, columns=columns)
         found: TokenOutputs = one_program.run(
-            Bound(derivative.outputs, loss), requested, operands, factors
+            Bound(derivative.compute_outputs, loss), requested, operands, factors
         )
         if labels.shape == self.shape:
             return found
@@ -216,16 +222,15 @@ class Call:
             # A scalar is a loss that is reduced.
             return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
 
-        shaped: TokenOutputs = jax.tree.map(shape, found)
-        return shaped
+        return TokenOutputs(*jax.tree.map(shape, tuple(found)))
 
     def _loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
         """Returns how the loss and what is requested are computed, by implementation and plan."""
         operands, planner, layout = self.flat, self.planner, self.layout
         exchange = WHOLE if layout is None else layout.exchange()
         loss = LinearLoss(
-            self.options,
-            planner.gemms,
+            options=self.options,
+            gemms=planner.gemms,
             exchange=exchange,
             is_dense=self.is_dense,
             distribution=requested.distribution,
@@ -256,7 +261,8 @@ class Call:
             chunk = 0
             if is_reduced and layout.leaves_axes:
                 plan, *_ = planner.plan_passes(operands, reduced=True)
-                chunk = plan.fused_tokens or 0
+                is_fused = plan.schedule == "tokens" and plan.products < 4 and not plan.is_padded
+                chunk = plan.tokens if is_fused else 0
             return dataclasses.replace(loss, schedule=own, is_fused=chunk > 0, chunk_tokens=chunk)
         planned = planner.schedule(self.options, operands, reduced=is_reduced)
         # Nothing shards a symbolic number of tokens.

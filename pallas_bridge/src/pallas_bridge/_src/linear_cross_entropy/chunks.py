@@ -11,51 +11,21 @@ Logits and dlogits are f32. dlogits are rounded once, to be an operand of a GEMM
 the weight are summed in f32.
 """
 
-import dataclasses
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..chunk_loops import (
-    for_each_chunk,
-    is_one_chunk,
-    pad_tokens,
-    put_rows,
-    slice_rows,
-    zeros,
-)
+from ..chunk_loops import for_each_chunk, is_one_chunk, pad_tokens, put_rows, slice_rows, zeros
 from ..cross_entropy import calls as kernels
-from ..cross_entropy.reference import mask_cotangents, outputs_of_sums
-from ..logits_gemms import FLOAT32, Bias, Gemms, operand_dtype, zero_rows
+from ..cross_entropy.reference import gradient_scalars, masked_tokens, outputs_of_sums
+from ..logits_gemms import FLOAT32, Bias, Gemms, Gradients, Operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
-from ..losses.options import Options, is_ignored
+from ..losses.options import Options
 from ..losses.vocab_shards import Loss, two_sum
-
-Gradients = tuple[jax.Array, jax.Array, Bias]
-
-
-class Operands(NamedTuple):
-    """What a loss is computed from."""
-
-    # [N, D], and where XLA may shard any axis of tokens, [.., D].
-    hidden: jax.Array
-    # [V, D] or [D, V].
-    weight: jax.Array
-    # [V]
-    bias: Bias
-    # [N], or [..].
-    labels: jax.Array
-
-
-def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:
-    """Returns which tokens [N] take no part: ignored ones, and those without a cotangent."""
-    are_zero = (~one if one.dtype == bool else one == 0 for one in cotangents)
-    return is_ignored(options, labels) | reduce(operator.and_, are_zero)
 
 
 @dataclass(frozen=True)
@@ -150,8 +120,7 @@ class TokenChunks:
         `more` has the auxiliary outputs of `kernels.forward_tokens`, from entropy on. For a shard,
         which has no auxiliary outputs, it says whether all logits of a token in the shard are -inf.
         """
-        loss = write_in_place(self.loss)
-        options = loss.options
+        loss, options = self.loss, self.loss.options
         every_token = options.every_token or columns is not None
 
         def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, c: jax.Array | None) -> Any:
@@ -183,7 +152,6 @@ class TokenChunks:
         `saved` is what that returns for it, or lse and lse_low of a loss without auxiliary outputs.
         A cotangent of None is one of zeros.
         """
-        loss = write_in_place(self.loss)
         lse, lse_low, *others = saved
         saved = lse, lse_low, *(others or (None, None, None))
         given = [
@@ -193,17 +161,11 @@ class TokenChunks:
         ]
 
         def run_chunk(*rows: Any) -> Any:
-            return (), kernels.backward_tokens(loss, *rows)
+            return (), kernels.backward_tokens(self.loss, *rows)
 
         per_token = operands.labels, columns, saved, cotangents
-        masked = masked_tokens(loss.options, operands.labels, *given)
+        masked = masked_tokens(self.loss.options, operands.labels, *given)
         return self.map_logits(run_chunk, operands, *per_token, masked=masked)[1]
-
-
-def write_in_place(loss: Loss) -> Loss:
-    """Returns a loss by which dlogits take the place of logits, which nothing else reads."""
-    options = dataclasses.replace(loss.options, donate_logits=True)
-    return dataclasses.replace(loss, options=options)
 
 
 @dataclass(frozen=True)
@@ -242,9 +204,8 @@ class ColumnChunks:
 
             zero = zeros(x, (count,))
             state = (zero - jnp.inf, zero, zero, zero)
-            row_max, total, at_label, plain = for_each_chunk(
-                vocab, self.columns, add_columns, state
-            )
+            found = for_each_chunk(vocab, self.columns, add_columns, state)
+            row_max, total, at_label, plain = found
             lse, low = two_sum(row_max, jnp.log(total))
             # Logits that are all -inf, or one of them +inf, have no softmax.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
@@ -270,10 +231,18 @@ class ColumnChunks:
         def make_dlogits(first: Any, count: int, start: Any, width: int) -> Any:
             """Returns dlogits of a tile, its hidden states, and the columns of the weight."""
             x, *rows = slice_rows(first, count, hidden, *per_token)
-            x = zero_rows(~rows[-1], x).astype(dtype)
+            y, lse, p_factor, at_label, even, active = rows
+            x = zero_rows(~active, x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
             z = self._logits(x, columns, bias, start)
-            return self._dlogits(z, start, *rows), x, columns
+            dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
+            dz += jnp.where(_is_label(y, start, width), at_label[:, None], 0)
+            dz -= even[:, None]
+            if self.options.softcap is not None or self.options.temperature != 1:
+                dz *= self.options.slope(z)
+            # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
+            dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
+            return jnp.where(active[:, None], dz, 0), x, columns
 
         def for_weight(start: Any, width: int, carry: Any) -> Any:
             """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""
@@ -316,42 +285,10 @@ class ColumnChunks:
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
 
-    def _dlogits(self, z: jax.Array, start: Any, *per_token: jax.Array) -> jax.Array:
-        """Returns the gradient of logits of columns from `start` on, in f32.
-
-        `per_token` are labels, lse, and `gradient_scalars`.
-        """
-        labels, lse, p_factor, at_label, even, active = per_token
-        dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
-        dz += jnp.where(_is_label(labels, start, z.shape[1]), at_label[:, None], 0)
-        dz -= even[:, None]
-        if self.options.softcap is not None or self.options.temperature != 1:
-            dz *= self.options.slope(z)
-        # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
-        dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
-        return jnp.where(active[:, None], dz, 0)
-
 
 def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
     column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
     return column + jnp.asarray(start, labels.dtype) == labels[:, None]
-
-
-def gradient_scalars(
-    options: Options, vocab: int, labels: jax.Array, saved: Any, cotangents: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns p_factor, at_label and even, each [N] in f32, and which tokens have a gradient.
-
-    dlogits = p_factor exp(z - lse) + at_label [v = y] - even.
-
-    `saved` is (lse, lse_low), and cotangents are of (loss, logps, lse).
-    """
-    lse, low = saved
-    g, h, k = mask_cotangents(options, vocab, labels, *cotangents)
-    p_factor = (g * (1 + 2 * options.z_loss * lse) - h + k) * jnp.exp(-low)
-    at_label = h - g * (1 - options.label_smoothing)
-    even = g * (options.label_smoothing / vocab)
-    return p_factor, at_label, even, (g != 0) | (h != 0) | (k != 0)
 
 
 def run_two_passes(

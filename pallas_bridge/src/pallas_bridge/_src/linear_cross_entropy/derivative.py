@@ -25,13 +25,12 @@ from ..chunk_loops import make_alike
 from ..cross_entropy import calls as kernels
 from ..cross_entropy import reference
 from ..deferred import bind_deferred, make_primitive
-from ..logits_gemms import Gemms, dense_logits, scale_gradients
+from ..logits_gemms import Gemms, Gradients, Operands, dense_logits, scale_gradients
 from ..losses import aux_outputs, vocab_shards
 from ..losses.aux_outputs import Request, TokenOutputs
-from ..losses.options import Options
 from ..losses.reduction import countable, weighted
-from ..losses.vocab_shards import WHOLE, Labels, OverDevices, shard_labels
-from .chunks import Gradients, Operands, TokenChunks
+from ..losses.vocab_shards import WHOLE, Labels, Loss, OverDevices, shard_labels
+from .chunks import TokenChunks
 from .declaration import OPERATION
 from .plan import Plan
 from .schedule import Schedule, call_library, call_on, has_cuda_call
@@ -40,24 +39,23 @@ from .schedule import Schedule, call_library, call_on, has_cuda_call
 ROW_MAX_LOGITS = 1 << 20
 
 
-@dataclass(frozen=True)
-class LinearLoss:
-    """How a loss is computed: everything but the arrays."""
+@dataclass(frozen=True, kw_only=True)
+class LinearLoss(Loss):
+    """How a loss is computed: everything but the arrays.
 
-    # Options of the whole vocabulary; `schedule` has those of a shard.
-    options: Options
+    `options` are those of the whole vocabulary; `schedule` has those of a shard.
+    """
+
     gemms: Gemms
+    exchange: OverDevices = WHOLE
     # None for the dense program of XLA, and with auxiliary outputs.
     schedule: Schedule | None = None
-    # The collectives of vocabulary shards.
-    exchange: OverDevices = WHOLE
     is_dense: bool = False
     # Whether the forward pass makes gradients where the reduction is inside.
     is_fused: bool = False
     # Tokens of a chunk, with auxiliary outputs or of a fused pass over a shard.
     chunk_tokens: int = 0
-    # Whether entropy and correct are auxiliary outputs, and whether correct is one.
-    distribution: bool = False
+    # Whether correct is an auxiliary output.
     correct: bool = False
     # The plan of a fused pass with auxiliary outputs on NVIDIA's GPUs, where there is one.
     cuda: Plan | None = None
@@ -65,13 +63,8 @@ class LinearLoss:
     @property
     def chunks(self) -> TokenChunks:
         """The chunks of passes that no schedule runs."""
-        loss = dataclasses.replace(self.logits_loss, exchange=self.checked)
+        loss = Loss(self.options, self.checked, self.distribution)
         return TokenChunks(loss, self.gemms, self.chunk_tokens)
-
-    @property
-    def logits_loss(self) -> vocab_shards.Loss:
-        """The loss of logits, for passes that have these."""
-        return vocab_shards.Loss(self.options, self.exchange, self.distribution)
 
     @property
     def checked(self) -> OverDevices:
@@ -103,7 +96,7 @@ class Saved(NamedTuple):
     logits: Any = ()
 
 
-def outputs(
+def compute_outputs(
     loss: LinearLoss, requested: Request, operands: Operands, factors: jax.Array | None = None
 ) -> TokenOutputs:
     """Returns loss, logps and lse, each [N] in f32, and the auxiliary outputs of each token.
@@ -120,8 +113,7 @@ def outputs(
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
         z, probe = dense_logits(loss.gemms, *operands[:3])
-        given = requested, z, operands.labels, probe
-        found = reference.requested_outputs(loss.logits_loss, *given)
+        found = reference.requested_outputs(loss, requested, z, operands.labels, probe)
     else:
         per_token = _per_token(loss, operands, columns)
         found = aux_outputs.collect(loss.options, requested, operands.labels, per_token)
@@ -173,8 +165,7 @@ def forward(
     if loss.has_outputs(columns):
         shard = run(loss.chunks.read_shard, operands, columns)
         width = operands.weight.shape[loss.gemms.vocab_axis]
-        given = width, operands.labels, columns, shard
-        outputs, saved = kernels.merge_shards(loss.logits_loss, *given)
+        outputs, saved = kernels.merge_shards(loss, width, operands.labels, columns, shard)
         return outputs, Saved(*saved)
     local, labels = loss.local(operands)
     *own, logits = run(partial(_run_schedule, loss, is_differentiated), local)
@@ -190,7 +181,7 @@ def _run_schedule(loss: LinearLoss, is_differentiated: bool, operands: Operands)
     if is_differentiated:
         *outputs, lse, lse_low, logits = loss.schedule.forward_saving_logits(operands)
     else:
-        *outputs, lse, lse_low = loss.schedule.forward(operands)
+        *outputs, lse, lse_low = loss.schedule.run("forward", operands)
     if not loss.exchange.is_whole and loss.options.softcap is None:
         lse = vocab_shards.mark_empty(lse, lambda: _find_row_max(loss, operands))
     return *outputs, lse, lse_low, logits
@@ -210,7 +201,7 @@ def _per_token_tangents(loss: LinearLoss, residuals: Any, tangents: Any) -> Any:
 
     def dense(hidden: Any, weight: Any, bias: Any) -> Any:
         z, probe = dense_logits(loss.gemms, hidden, weight, bias)
-        return reference.token_outputs(loss.logits_loss, z, operands.labels, columns, probe)
+        return reference.token_outputs(loss, z, operands.labels, columns, probe)
 
     return linear.tangents_of(dense, operands[:3], tangents)
 

@@ -24,10 +24,10 @@ from ..compat import varying_like
 from ..cross_entropy import reference
 from ..cross_entropy.tpu_kernel import LEAST, Formula
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
-from ..logits_gemms import as_gemm_operands, operand_dtype
+from ..logits_gemms import Gradients, Operands, as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..pallas import Target
-from .chunks import Gradients, Operands, gradient_scalars, run_two_passes
+from .chunks import run_two_passes
 from .plan import Plan, Problem, token_bytes, without_kernels
 
 SUBLANES = 8
@@ -124,10 +124,8 @@ class Tiles:
     @property
     def vmem_bytes(self) -> int:
         """Bytes of VMEM."""
-        size, (hidden_size, weight_size) = (
-            self.dtype.itemsize,
-            (one.itemsize for one in self.dtypes),
-        )
+        size = self.dtype.itemsize
+        hidden_size, weight_size = (one.itemsize for one in self.dtypes)
         across, down = self.rows * self.width, self.columns * self.width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
         total += size * down * self.vocab_axis
@@ -190,7 +188,6 @@ class _Tile:
         self.weight, self.x = weight_rows, refs["hidden"]
         self.first = step * tiles.columns
         self.labels = refs["labels"][...] - self.first
-        self.is_ragged = tiles.vocab % tiles.columns != 0
 
     def _column(self, start: int) -> jax.Array:
         shape = (self.tiles.part, self.tiles.rows)
@@ -202,7 +199,7 @@ class _Tile:
 
     def is_valid(self, start: int) -> Any:
         """Which logits of a part are in the vocabulary; None for all."""
-        if not self.is_ragged:
+        if self.tiles.vocab % self.tiles.columns == 0:
             return None
         return self._column(start) < self.tiles.vocab - self.first
 
@@ -245,18 +242,15 @@ def _clear_last(tiles: Tiles, refs: Refs, block: Any, step: Any) -> None:
         clear("weight", tiles.vocab_axis, step, tiles.vocab, tiles.columns)
 
 
-def _transpose(refs: Refs, is_new: Any = None) -> Any:
-    """Returns the block of the weight as rows, transposed where it `is_new`; None for always."""
+def _transpose(refs: Refs, is_new: Any) -> Any:
+    """Returns the block of the weight as rows, transposed where it `is_new`."""
     if "transposed" not in refs:
         return refs["weight"]
 
-    def transpose() -> None:
+    @pl.when(is_new)
+    def _() -> None:
         refs["transposed"][...] = refs["weight"][...].T
 
-    if is_new is None:
-        transpose()
-    else:
-        pl.when(is_new)(transpose)
     return refs["transposed"]
 
 
@@ -277,7 +271,7 @@ def _forward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
         _blank(total, picked, sums)
 
     _clear_last(tiles, refs, block, step)
-    tile = _Tile(tiles, options, step, refs, _transpose(refs))
+    tile = _Tile(tiles, options, step, refs, _transpose(refs, True))
     maximum, mass, at_label, plain = (state[...] for state in states)
     for start in range(0, tiles.columns, tiles.part):
         z = tile.logits(start)[1]
@@ -359,7 +353,7 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
             # 0 times the hidden state of a masked token could be NaN.
             x[...] = _active(x[...], active)
 
-    weight_rows = _transpose(refs, block == 0 if tiles.makes_weight else None)
+    weight_rows = _transpose(refs, block == 0 if tiles.makes_weight else True)
     if hidden_sums is not None:
         pl.when(step == 0)(lambda: _blank(hidden_sums.at[here]))
     if weight_sums is not None:
@@ -448,8 +442,6 @@ def _call(
 ) -> dict[str, jax.Array]:
     """Runs a kernel on operands; returns the results by name, whose shapes are `results`."""
     specs, grid = _block_specs(tiles), (tiles.blocks, tiles.steps)
-    size = tiles.tokens * tiles.hidden * tiles.vocab
-    weight = tiles.hidden * tiles.vocab * tiles.dtype.itemsize
     if tiles.vocab_axis:
         scratch = scratch | {"transposed": pltpu.VMEM((tiles.columns, tiles.hidden), tiles.dtype)}
     names = [*operands, *results, *scratch]
@@ -465,9 +457,9 @@ def _call(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=target.vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * tiles.gemms * size,
+            flops=2 * tiles.gemms * tiles.tokens * tiles.hidden * tiles.vocab,
             transcendentals=tiles.tokens * tiles.vocab,
-            bytes_accessed=2 * weight,
+            bytes_accessed=2 * tiles.hidden * tiles.vocab * tiles.dtype.itemsize,
         ),
         interpret=target.interpret,
         name=tiles.name,
@@ -494,24 +486,17 @@ def _prepare_operands(tiles: Tiles, operands: Operands, **more: jax.Array) -> di
     return found
 
 
-def _find_nan_blocks(tiles: Tiles, x: jax.Array, active: jax.Array) -> jax.Array:
-    """Returns which blocks have masked tokens whose hidden states would make dweight NaN."""
-    bad = (~active & ~jnp.isfinite(x).all(1))[None]
-    blocks = _padded(tiles, bad, fill=False).reshape(tiles.blocks, tiles.rows).any(1)
-    return blocks.astype(jnp.int32)
-
-
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of a loss on a target: the forward one, and those that make gradients."""
 
     target: Target
-    of_outputs: Tiles
-    of_gradients: tuple[Tiles, ...]
+    forward_tiles: Tiles
+    gradient_tiles: tuple[Tiles, ...]
 
     def forward(self, options: Options, operands: Operands) -> tuple[jax.Array, ...]:
         """Returns loss, logps, lse and lse_low, each [N] in f32."""
-        tiles = self.of_outputs
+        tiles = self.forward_tiles
         shape = NUMBERS, tiles.blocks * tiles.rows
         state = pltpu.VMEM((SUBLANES, tiles.rows), jnp.float32)
         found = _call(
@@ -533,12 +518,12 @@ class Kernels:
         They are zeros where no kernel makes them.
         """
         hidden, weight, bias, labels = operands
-        scalars = gradient_scalars(options, self.of_outputs.vocab, labels, saved, cotangents)
-        p_factor, at_label, even, active = scalars
+        given = self.forward_tiles.vocab, labels, saved, cotangents
+        p_factor, at_label, even, active = reference.gradient_scalars(options, *given)
         rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
         numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
         made: dict[str, jax.Array] = {}
-        for tiles in self.of_gradients:
+        for tiles in self.gradient_tiles:
             made |= self._make_gradients(tiles, options, operands, numbers, active)
 
         def found(name: str, like: jax.Array) -> jax.Array:
@@ -573,7 +558,10 @@ class Kernels:
             add("hidden", hidden.shape, hidden.dtype, tiles.sums, tiles.rows, tiles.hidden)
         if tiles.makes_weight:
             x, _ = as_gemm_operands(hidden, weight)
-            more["nan_blocks"] = _find_nan_blocks(tiles, x, active)
+            # Blocks with masked tokens whose hidden states would make dweight NaN.
+            bad = _padded(tiles, (~active & ~jnp.isfinite(x).all(1))[None], fill=False)
+            bad = bad.reshape(tiles.blocks, tiles.rows).any(1)
+            more["nan_blocks"] = bad.astype(jnp.int32)
             add("weight", weight.shape, weight.dtype, tiles.columns, tiles.hidden)
         if tiles.makes_weight and bias is not None:
             add("bias", (1, tiles.steps * tiles.columns), jnp.float32, tiles.columns, LANES)
@@ -642,8 +630,8 @@ def plan(
     kernels = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
     if kernels is None:
         return without_kernels(problem, usual)
-    tiles, *_ = kernels.of_gradients
-    every = kernels.of_outputs, *kernels.of_gradients
+    tiles, *_ = kernels.gradient_tiles
+    every = kernels.forward_tiles, *kernels.gradient_tiles
     moved = {one.name: one.bytes_moved for one in every}
     gemms = sum(one.gemms for one in every)
     # Scalars of a token, in rows of as many as a register has, operands and results.

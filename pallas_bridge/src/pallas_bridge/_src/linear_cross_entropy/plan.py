@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ..chunk_loops import even_chunk, held_extent
 from ..logits_gemms import BLOCK, operand_dtype
 from ..losses.options import LINE
 
@@ -136,37 +137,38 @@ class Plan:
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
-        how = [f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time"]
-        if self.once is not None:
-            how.append(f" after {self.once[1]} columns made once, {self.once[0]} tokens at a time")
-        if self.apart is not None:
-            how.append(f", {self.apart[0]} x {self.apart[1]} for dweight")
-        if self.kept is not None:
-            how.append(f", {self.kept[0]} columns kept in dweight's place")
+        once, apart, kept = (one or (0, 0) for one in (self.once, self.apart, self.kept))
         is_by_xla = self.batch_invariant and not self.any_count and self.columns % LINE != 0
-        flags = {
+        parts = {
+            f" after {once[1]} columns made once, {once[0]} tokens at a time": self.once,
+            f", {apart[0]} x {apart[1]} for dweight": self.apart,
+            f", {kept[0]} columns kept in dweight's place": self.kept,
             ", logits through memory in f32": self.wide,
             ", logits handed to the backward pass": self.hands_over,
-            ", the last chunk padded": self.batch_invariant or self.any_count,
+            ", the last chunk padded": self.is_padded,
             ", on GPUs rows of logits by XLA": is_by_xla,
             ", for any number of tokens": self.any_count,
         }
-        how += [text for text, is_so in flags.items() if is_so]
+        how = "".join(text for text, is_so in parts.items() if is_so)
         scratch, most = self.scratch_bytes / MIB, self.max_scratch_bytes / MIB
         return (
-            f"{''.join(how)}, {self.products:.3g} products, {scratch:.1f} MiB of scratch "
-            f"(at most {most:.1f})"
+            f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time{how}, "
+            f"{self.products:.3g} products, {scratch:.1f} MiB of scratch (at most {most:.1f})"
         )
 
     @property
-    def fused_tokens(self) -> int | None:
-        """Tokens of a chunk whose forward pass computes gradients too.
+    def is_padded(self) -> bool:
+        """Whether the last chunk is padded."""
+        return self.batch_invariant or self.any_count
 
-        None if no pass does, or if the plan pads its chunks.
-        """
-        is_padded = self.batch_invariant or self.any_count
-        is_fused = self.schedule == "tokens" and self.products < 4 and not is_padded
-        return self.tokens if is_fused else None
+
+def plan_for_xla(problem: Problem, max_scratch_bytes: int | None, *, isolated: bool) -> Plan:
+    """Returns the plan of chunks in XLA; `isolated` where losses are to be batch-invariant."""
+    if isolated:
+        return plan_equal_chunks(problem, max_scratch_bytes)
+    is_known = isinstance(problem.tokens, int)
+    plan = plan_chunks if is_known else plan_symbolic
+    return plan(problem, max_scratch_bytes)
 
 
 def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
@@ -229,14 +231,13 @@ def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     Raises:
         ValueError: nothing fits, and what would.
     """
-    tokens = INVARIANT_TOKENS
-    limit = _fixed_scratch(problem, tokens) if max_scratch_bytes is None else max_scratch_bytes
-    while tokens >= LEAST_TOKENS:
+    usual = _fixed_scratch(problem, INVARIANT_TOKENS)
+    limit = usual if max_scratch_bytes is None else max_scratch_bytes
+    for tokens in (INVARIANT_TOKENS, LEAST_TOKENS):
         scratch = _fixed_scratch(problem, tokens)
         if scratch <= limit:
             fixed = tokens, problem.vocab, problem.products, scratch, limit
             return Plan("tokens", *fixed, any_count=True)
-        tokens //= 2
     fitting = _plan_symbolic_tiles(problem, limit)
     if fitting.scratch_bytes <= limit:
         return fitting
@@ -249,15 +250,13 @@ def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) ->
     `columns` is None for chunks of the whole vocabulary, which have sums of the weight's gradient.
     """
     several = dataclasses.replace(problem, tokens=2 * tokens)
-    if columns is None:
-        # Without kernels XLA holds logits in f32 twice beside their gradient, and a block of
-        # columns of that.
-        row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
-        beside = (
-            token_chunk_scratch(several, tokens) - token_bytes(several) - tokens * problem.row_bytes
-        )
-        return beside + tokens * row
-    return _tile_scratch(several, tokens, columns) - token_bytes(several)
+    growing = token_bytes(several)
+    if columns is not None:
+        return _tile_scratch(several, tokens, columns) - growing
+    # Without kernels XLA holds logits in f32 twice beside their gradient, and a block of columns of
+    # that.
+    row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
+    return token_chunk_scratch(several, tokens) - growing + tokens * (row - problem.row_bytes)
 
 
 def _plan_symbolic_tiles(problem: Problem, limit: int) -> Plan:
@@ -292,8 +291,7 @@ def usual_budget(problem: Problem) -> int:
     """
     tokens = min(USUAL_TOKENS, problem.tokens)
     logits = tokens * problem.vocab * problem.operand_bytes
-    beside = problem.tokens * problem.vocab // 128
-    beside += problem.narrowed_bytes
+    beside = problem.tokens * problem.vocab // 128 + problem.narrowed_bytes
     usual = logits + beside + _weight_sum_bytes(problem, tokens) + token_bytes(problem)
     if problem.tokens * problem.hidden < FEW_HIDDEN:
         usual += 4 * problem.tokens * problem.hidden + SPLIT_WORKSPACE
@@ -316,16 +314,11 @@ def token_bytes(problem: Problem) -> int:
     return 32 * problem.tokens
 
 
-def _held_extent(total: int, chunk: int) -> int:
-    """Returns rows or columns that have memory: a chunk, and a shorter last one beside it."""
-    return chunk + total % chunk if 0 < chunk < total else chunk
-
-
 def token_chunk_scratch(problem: Problem, tokens: int) -> int:
     """Returns bytes of chunks of so many tokens: logits, and sums of dweight in f32."""
     # Hidden states are narrowed by chunks.
     narrowed = problem.narrowed_bytes if problem.weight_bytes > problem.operand_bytes else 0
-    held = _held_extent(problem.tokens, tokens) * (
+    held = held_extent(problem.tokens, tokens) * (
         problem.row_bytes + _hidden_row_bytes(problem, tokens)
     )
     return held + narrowed + _weight_sum_bytes(problem, tokens) + token_bytes(problem)
@@ -359,22 +352,9 @@ def _tile_scratch(problem: Problem, tokens: int, columns: int) -> int:
     sums = 0 if whole else 4 * tokens * problem.hidden
     if tokens < problem.tokens:
         sums = max(sums, 4 * columns * problem.hidden)
-    held = _held_extent(problem.tokens, tokens) * _held_extent(problem.vocab, columns)
+    held = held_extent(problem.tokens, tokens) * held_extent(problem.vocab, columns)
     held *= 4 + problem.operand_bytes
     return held + tokens * problem.hidden * problem.operand_bytes + sums + token_bytes(problem)
-
-
-def _even_chunk(total: int, most: int) -> int:
-    """Returns a chunk, a multiple of STEP, for the fewest chunks of at most `most` at once."""
-    if total <= most:
-        return total
-    count = -(-total // most)
-    while True:
-        chunk = -(-total // count)
-        chunk = -(-chunk // STEP) * STEP
-        if _held_extent(total, chunk) <= most or chunk <= STEP:
-            return chunk
-        count += 1
 
 
 def _plan_tokens(problem: Problem, limit: int) -> Plan | None:
@@ -384,7 +364,7 @@ def _plan_tokens(problem: Problem, limit: int) -> Plan | None:
         most = (limit - token_chunk_scratch(problem, 0)) // row_bytes
         if most < LEAST_TOKENS:
             return None
-        chunk = _even_chunk(problem.tokens, most)
+        chunk = even_chunk(problem.tokens, most, STEP)
         if chunk < min(LEAST_TOKENS, problem.tokens) or token_chunk_scratch(problem, chunk) > limit:
             return None
     scratch = token_chunk_scratch(problem, chunk)
@@ -395,7 +375,7 @@ def _plan_columns(problem: Problem, limit: int) -> Plan | None:
     tokens = problem.tokens
     column = tokens * (4 + problem.operand_bytes)
     most = (limit - _tile_scratch(problem, tokens, 0)) // max(column, 1)
-    columns = _even_chunk(problem.vocab, max(most, STEP))
+    columns = even_chunk(problem.vocab, max(most, STEP), STEP)
     scratch = _tile_scratch(problem, tokens, columns)
     if scratch > limit:
         return None

@@ -26,25 +26,17 @@ from ..bound import Bound
 from ..chunk_loops import zeros
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
-from ..deferred import bind_deferred, make_primitive
-from ..logits_gemms import Gemms, as_gemm_operands
+from ..deferred import bind_deferred, choose_if_whole, make_primitive
+from ..logits_gemms import Gemms, Operands, as_gemm_operands
 from ..losses.options import Options, Tile
 from ..losses.vocab_shards import Loss
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
 from . import library_plan
-from .chunks import ColumnChunks, Operands, TokenChunks, run_padded, run_two_passes
+from .chunks import ColumnChunks, TokenChunks, run_padded, run_two_passes
 from .declaration import OPERATION
-from .plan import (
-    Plan,
-    Problem,
-    plan_chunks,
-    plan_equal_chunks,
-    plan_symbolic,
-    usual_budget,
-    without_kernels,
-)
+from .plan import Plan, Problem, plan_for_xla, usual_budget, without_kernels
 
 PassName = Literal["forward", "backward", "fused"]
 # How many scalars of each token a pass returns, before gradients.
@@ -102,12 +94,9 @@ class Planner:
         # With running sums, chunks in XLA compute the gradient of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
-        if self.gemms.isolated:
-            return plan_equal_chunks(problem, limit), None, None
-        is_known = isinstance(problem.tokens, int)
-        if not is_known:
-            return plan_symbolic(problem, limit), None, None
-        plan = plan_chunks(problem, limit)
+        plan = plan_for_xla(problem, limit, isolated=self.gemms.isolated)
+        if plan.is_padded:
+            return plan, None, None
         problem = Problem.of(operands, vocab_axis, reduced=reduced, running=running)
         # In library calls, a bias does not raise the default budget.
         if limit is None:
@@ -139,30 +128,24 @@ class Schedule:
         every = (one for one in (self.plan, self.cuda, self.cpu) if one is not None)
         return any(one.products < 4 and not one.hands_over for one in every)
 
-    def forward(self, operands: Operands) -> Any:
-        """Returns loss, logps, lse and lse_low (what rounding lse left out), each [N] in f32."""
-        return self.run("forward", self.options, operands)
-
-    def backward(self, operands: Operands, saved: Any, cotangents: Any) -> Any:
-        """Returns gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse)."""
-        return self.run("backward", self.options, operands, saved, cotangents)
-
     def forward_saving_logits(self, operands: Operands) -> Any:
-        """Returns what `forward` does, and the saved logits for `backward_with_logits`, or ()."""
+        """Returns a pass forward, and the saved logits for `backward_with_logits`, or ()."""
         plan = self.cpu
         saves = plan is not None and plan.hands_over and has_cpu_calls()
         if not saves or self.options.implementation == "pallas":
-            return *self.forward(operands), ()
-        return self._call_on("cpu", "keep", _forward_saving_nothing, operands)
+            return *self.run("forward", operands), ()
+        default = Bound(_forward_saving_nothing, self)
+        return call_on("cpu", self._call("cpu", "keep"), default, operands)
 
     def backward_with_logits(
         self, operands: Operands, saved: Any, cotangents: Any, logits: Any
     ) -> Any:
-        """Returns what `backward` does, from the logits that `forward_saving_logits` saved."""
+        """Returns a pass backward, from the logits that `forward_saving_logits` saved."""
         if not logits:
-            return self.backward(operands, saved, cotangents)
+            return self.run("backward", operands, saved, cotangents)
         arrays = operands, saved, cotangents, logits
-        return self._call_on("cpu", "resume", _backward_with_nothing, *arrays)
+        default = Bound(_backward_with_nothing, self)
+        return call_on("cpu", self._call("cpu", "resume"), default, *arrays)
 
     def fused(self, operands: Operands, factors: jax.Array, *, needs_losses: bool) -> Any:
         """Returns loss, lse, lse_low, and gradients for cotangents `factors` of the loss.
@@ -171,25 +154,28 @@ class Schedule:
         """
         every_token = self.options.every_token or needs_losses
         options = dataclasses.replace(self.options, every_token=every_token)
-        return self.run("fused", options, operands, factors)
+        return dataclasses.replace(self, options=options).run("fused", operands, factors)
 
     def fused_adding(self, operands: Operands, factors: jax.Array, sums: jax.Array) -> Any:
         """Returns what `fused` does, with dweight added to `sums`, in f32."""
+        default = Bound(_fused_adding, self)
         if self.cuda is None or self.cuda.products >= 4 or not has_cuda_call("add"):
-            return _fused_adding(self, operands, factors, sums)
-        return self._call_on("cuda", "add", _fused_adding, operands, factors, sums)
+            return default(operands, factors, sums)
+        return call_on("cuda", self._call("cuda", "add"), default, operands, factors, sums)
 
-    def _call_on(self, platform: str, name: str, default: Callable[..., Any], *arrays: Any) -> Any:
-        """Returns a library call's results on one device of a `platform`, elsewhere `default`'s."""
-        call = self._library_call(platform, name, self.options)
-        return call_on(platform, call, Bound(default, self), *arrays)
-
-    def _library_call(self, platform: str, name: str, options: Options) -> Bound:
+    def _call(self, platform: str, name: str) -> Bound:
         plan = self.cuda if platform == "cuda" else self.cpu
-        return Bound(call_library, platform, name, options, self.planner.gemms.vocab_axis, plan)
+        fixed = name, self.options, self.planner.gemms.vocab_axis, plan
+        return Bound(call_library, platform, *fixed)
 
-    def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
-        """Returns the pass `name` of its arrays, operands first."""
+    def run(self, name: PassName, *arrays: Any) -> Any:
+        """Returns the pass `name` of its arrays, operands first.
+
+        - forward: loss, logps, lse and lse_low (what rounding lse left out), each [N] in f32;
+        - backward: gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse);
+        - fused: loss, lse, lse_low, and gradients for cotangents of the loss.
+        """
+        options = self.options
         gemms, plan = self.planner.gemms, self.plan
         token_chunks = TokenChunks(Loss(options), gemms, plan.tokens)
         by_tokens: Callable[..., Any] = Bound(getattr(TokenChunks, name), token_chunks)
@@ -208,20 +194,15 @@ class Schedule:
             # Pallas' interpreter has ordered callbacks, which are chosen as a program is traced.
             target = dataclasses.replace(pallas.INTERPRETER, interpret=pallas.interpret_params)
             return find(target, (True, True), arrays[0])(*arrays)
-        has_calls = {
-            "cuda": self.cuda is not None and has_cuda_call(),
-            "cpu": self.cpu is not None and has_cpu_calls(),
-        }
-        calls: dict[str, Callable[..., Any]] = {
-            platform: Bound(call_if_whole, self._library_call(platform, name, options), default)
-            for platform, has_one in has_calls.items()
-            if has_one
-        }
+        calls: dict[str, Callable[..., Any]] = {}
         if options.implementation != "custom_call":
             is_unknown = meshes.is_without_devices(*jax.tree.leaves(arrays))
             primitive = _kernels_for_any if is_unknown else _kernels
-            on_tpu = partial(bind_deferred, primitive, by_columns, name=name, find=find)
-            calls = {"tpu": on_tpu, **calls}
+            calls["tpu"] = partial(bind_deferred, primitive, by_columns, name=name, find=find)
+        if self.cuda is not None and has_cuda_call():
+            calls["cuda"] = Bound(bind_call, self._call("cuda", name), default)
+        if self.cpu is not None and has_cpu_calls():
+            calls["cpu"] = Bound(bind_call, self._call("cpu", name), default)
         return jax.lax.platform_dependent(*arrays, **calls, default=default)
 
 
@@ -231,11 +212,11 @@ def _forward_saving_nothing(schedule: Schedule, operands: Operands) -> tuple[Any
     assert schedule.cpu is not None
     _, scratch = library_plan.plan_call("cpu", "keep", axis, schedule.cpu, operands)
     logits = zeros(weight, dtype=weight.dtype), zeros(weight, (scratch,), jnp.uint8)
-    return *schedule.forward(operands), logits
+    return *schedule.run("forward", operands), logits
 
 
 def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
-    return schedule.backward(*arrays[:-1])
+    return schedule.run("backward", *arrays[:-1])
 
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
@@ -247,6 +228,17 @@ def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: ja
     *numbers, gradients = schedule.fused(operands, factors, needs_losses=False)
     dhidden, dweight, dbias = gradients
     return *numbers, (dhidden, sums + dweight, dbias)
+
+
+def bind_call(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns call(*arrays), or default(*arrays) where XLA shards the program over a mesh."""
+    return bind_deferred(_library_call, default, *arrays, call=call)
+
+
+def call_on(platform: str, call: Any, default: Any, *arrays: Any) -> Any:
+    """Returns call(*arrays) on one device of a `platform`, and default(*arrays) elsewhere."""
+    calls = {platform: Bound(bind_call, call, default)}
+    return jax.lax.platform_dependent(*arrays, **calls, default=default)
 
 
 def has_cpu_calls() -> bool:
@@ -276,9 +268,8 @@ def call_library(
     """
     if platform == "cuda" and name == "fused" and plan.products >= 4:
         fixed = options, vocab_axis, plan
-        forward, backward = (
-            partial(call_library, platform, one, *fixed) for one in ("forward", "backward")
-        )
+        forward = partial(call_library, platform, "forward", *fixed)
+        backward = partial(call_library, platform, "backward", *fixed)
         return run_two_passes(forward, backward, operands, *others)
     tiling, scratch_bytes = library_plan.plan_call(platform, name, vocab_axis, plan, operands)
     hidden, weight, bias, labels = operands
@@ -324,23 +315,6 @@ def _find_kernels(
     return None if found is None else partial(getattr(found, name), options)
 
 
-def call_if_whole(call: Callable[..., Any], default: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns call(*arrays), or default(*arrays) where XLA shards the program over a mesh."""
-    return bind_deferred(_library_call, default, *arrays, call=call)
-
-
-def call_on(
-    platform: str, call: Callable[..., Any], default: Callable[..., Any], *arrays: Any
-) -> Any:
-    """Returns call(*arrays) on one device of a `platform`, and default(*arrays) elsewhere."""
-    calls = {platform: Bound(call_if_whole, call, default)}
-    return jax.lax.platform_dependent(*arrays, **calls, default=default)
-
-
-def _choose_call(ctx: Any, *, call: Callable[..., Any], **_: Any) -> Any:
-    return (ctx, call) if is_whole(ctx.module_context) else None
-
-
 def _choose_kernels(
     ctx: Any, *, name: PassName, find: Any, tree: Any, keep: Sequence[int], **_: Any
 ) -> Any:
@@ -362,7 +336,7 @@ def _choose_kernels(
     return None if run is None else (ctx.replace(module_context=module, platforms=None), run)
 
 
-_library_call = make_primitive(OPERATION, "linear_cross_entropy_call", _choose_call)
+_library_call = make_primitive(OPERATION, "linear_cross_entropy_call", choose_if_whole)
 _kernels = make_primitive(OPERATION, "xentile_linear_cross_entropy", _choose_kernels)
 # How much VMEM there is decides whether logits are computed twice or three times.
 tell_devices(_kernels)

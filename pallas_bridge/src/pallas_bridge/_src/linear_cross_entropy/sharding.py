@@ -1,29 +1,24 @@
-"""How operands are sharded over devices, and what each device computes.
+"""What each device computes where XLA's partitioner shards arrays while it compiles.
 
-A `Layout` describes arrays whose sharding is known when a program is traced. Where XLA's
-partitioner shards arrays while it compiles, a `PartitionedSchedule` has each device run a plan for
-its own tokens and its vocabulary shard. Where one mesh axis shards both tokens and vocabulary,
-tokens stay sharded and the weight is gathered.
+A `PartitionedSchedule` has each device run a plan for its own tokens and its vocabulary shard.
+Where one mesh axis shards both tokens and vocabulary, tokens stay sharded and the weight is
+gathered. `losses.layouts` has arrays whose sharding is known when a program is traced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from .. import auto_partitioning, gathering, meshes
+from .. import auto_partitioning, gathering
 from ..bound import Bound
-from ..compat import shards_by_shardy
-from ..logits_gemms import Bias
-from ..losses.options import Options
-from ..losses.vocab_shards import WHOLE, OverDevices, shard_options
-from ..meshes import Names
+from ..logits_gemms import Operands
+from ..losses.vocab_shards import OverDevices, shard_options
+from ..meshes import Names, sum_wide
 from . import derivative
-from .chunks import Operands
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
 from .schedule import OUTPUT_COUNTS, PassName, Schedule
@@ -33,152 +28,14 @@ V, D = "V", "D"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How hidden states and weight are sharded, over a mesh or within `shard_map`."""
-
-    # The mesh axes that the vocabulary stays sharded over.
-    names: Names
-    # None within `shard_map`, where arrays are a device's; and the axes that get to be so.
-    mesh: Any = None
-    axes: frozenset[str] = frozenset()
-    # What shards each axis of tokens, and the weight as devices get it.
-    tokens: PartitionSpec = field(default_factory=PartitionSpec)
-    weight: PartitionSpec = field(default_factory=PartitionSpec)
-    # What each axis of the weight is gathered over before it is used.
-    gathered: tuple[Names, ...] = ()
-
-    def exchange(self) -> OverDevices:
-        """Returns the collectives of vocabulary shards."""
-        exchange = OverDevices.of(self.names) if self.names else WHOLE
-        return WHOLE if exchange.count == 1 else exchange
-
-    @property
-    def leaves_axes(self) -> bool:
-        """Whether XLA shards over other axes of the mesh, so that no kernel takes a GEMM.
-
-        By Shardy: GSPMD would gather a gradient that the forward pass has made.
-        """
-        has_others = self.mesh is not None and bool({*self.mesh.axis_names} - self.axes)
-        return has_others and shards_by_shardy()
-
-    def gather(self, weight: jax.Array) -> jax.Array:
-        """Returns a device's weight as GEMMs take it."""
-        for axis, names in enumerate(self.gathered):
-            if names:
-                weight = jax.lax.all_gather(weight, names, axis=axis, tiled=True)
-        return weight
-
-    def total(self, loss: jax.Array) -> jax.Array:
-        """Returns the sum over all tokens of sums over a device's."""
-        names = [name for one in self.tokens for name in meshes.tuple_of(one)]
-        return jax.lax.psum(loss, tuple(names)) if names else loss
-
-    def place(self, x: jax.Array) -> jax.Array:
-        """Has an array of a number a token lie as the tokens do."""
-        if self.mesh is not None:
-            return meshes.place(self.mesh, self.tokens, x)
-        return meshes.mark_replicated(self.names, x) if self.exchange().is_whole else x
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        results: Any,
-        hidden: jax.Array,
-        weight: jax.Array,
-        bias: Bias,
-        *per_token: jax.Array | None,
-    ) -> Any:
-        """Returns function(hidden, weight, bias, *per_token), by each device of its own.
-
-        `per_token` are [..] each, and results are sharded as `results` says.
-        """
-        if self.mesh is None:
-            if self.exchange().is_whole:
-                alone = partial(meshes.mark_replicated, self.names)
-                return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
-            return function(hidden, weight, bias, *per_token)
-        hidden_spec = PartitionSpec(*self.tokens, None)
-        bias_spec = PartitionSpec(meshes.entry(self.names))
-        hidden = meshes.place(self.mesh, hidden_spec, hidden)
-        weight = meshes.place(self.mesh, self.weight, weight)
-        bias = None if bias is None else meshes.place(self.mesh, bias_spec, bias)
-        given = hidden_spec, self.weight, bias_spec, *[self.tokens] * len(per_token)
-        if {*self.names} <= meshes.explicit_axes(self.mesh) or hidden.dtype == jnp.float32:
-            mapped = meshes.on_devices(self.mesh, self.axes, function, given, results)
-            return mapped(hidden, weight, bias, *per_token)
-
-        def run_wide(wide: jax.Array, *arrays: Any) -> Any:
-            varying: jax.Array = jax.lax.pcast(wide, self.names, to="varying")
-            return function(varying.astype(hidden.dtype), *arrays)
-
-        # XLA for CPUs fails to compile sums of 16 bits over some axes of a mesh alone.
-        mapped = meshes.on_devices(self.mesh, self.axes, run_wide, given, results)
-        return mapped(hidden.astype(jnp.float32), weight, bias, *per_token)
-
-
-def find_layout(
-    hidden: jax.Array, weight: jax.Array, vocab_axis: int, axis_name: Any
-) -> Layout | None:
-    """Returns how arrays are known to be sharded; None where they are not.
-
-    Raises:
-        TypeError: `axis_name` is no name.
-        ValueError: a name of nothing, or shards of more than one size.
-    """
-    names = meshes.names_of(axis_name)
-    if meshes.are_of_devices(names):
-        return Layout(names)
-    *tokens, width = meshes.sharded_over(hidden)
-    weight_shardings = meshes.sharded_over(weight)
-    if not names and not any([*tokens, width, *weight_shardings]):
-        return None
-    mesh = meshes.with_axes(names, hidden, weight)
-    axes = meshes.explicit_axes(mesh)
-    if names and not {*names} <= axes:
-        # XLA knows of other devices, and refuses shardings for a single one.
-        if meshes.check_divides(mesh, names, "weight", weight.shape[vocab_axis]) == 1:
-            return None
-        sharded: list[Names] = [(), ()]
-        sharded[vocab_axis] = names
-        return Layout(names, mesh, axes | {*names}, _spec(tokens), _spec(sharded))
-    if names and names != weight_shardings[vocab_axis]:
-        raise ValueError(
-            f"axis_name is {axis_name!r} and weight is sharded as {_spec(weight_shardings)}; its "
-            f"axis {vocab_axis} must be sharded over it, and over nothing else: reshard it first"
-        )
-    # An axis of one device shards nothing.
-    weight_shardings = [
-        tuple(name for name in one if mesh.shape[name] > 1) for one in weight_shardings
-    ]
-    taken = {name for one in tokens for name in one}
-    # Devices that have other tokens need the whole of what they share; where devices with the same
-    # tokens have shards of D, nobody sums over these.
-    gathered: list[Names] = [(), ()]
-    kept: list[Names] = [(), ()]
-    for axis, one in enumerate(weight_shardings):
-        if {*one} <= taken:
-            gathered[axis] = kept[axis] = one
-        elif axis == vocab_axis:
-            kept[axis] = tuple(name for name in one if name not in taken)
-    shards = () if gathered[vocab_axis] else kept[vocab_axis]
-    # Of arrays that are there, it is known what every axis shards.
-    axes = axes or frozenset(mesh.axis_names)
-    return Layout(shards, mesh, axes, _spec(tokens), _spec(kept), tuple(gathered))
-
-
-def _spec(shardings: Sequence[Names]) -> PartitionSpec:
-    return PartitionSpec(*map(meshes.entry, shardings))
-
-
-@dataclass(frozen=True)
 class PartitionedSchedule(Schedule):
     """A schedule of arrays that XLA may shard: each device runs a plan for its own."""
 
     def forward_saving_logits(self, operands: Operands) -> Any:
-        """Returns what `forward` does, and no logits: nobody saves those of a device."""
-        return *self.forward(operands), ()
+        """Returns a pass forward, and no logits: nobody saves those of a device."""
+        return *self.run("forward", operands), ()
 
-    def run(self, name: PassName, options: Options, *arrays: Any) -> Any:
+    def run(self, name: PassName, *arrays: Any) -> Any:
         """Returns the pass `name` of its arrays, operands first.
 
         Hidden states are [.., D], and what is of tokens [..]: axes that are sharded could not be
@@ -193,14 +50,13 @@ class PartitionedSchedule(Schedule):
         count = OUTPUT_COUNTS[name]
         results = (*[tokens] * count, *(() if name == "forward" else first))
         axes = auto_partitioning.Arrays(operands, results, (*tokens, V), (V,))
-        schedule = Schedule(options, self.planner, self.plan, self.cuda, self.cpu)
-        work = _Pass(name, schedule, tree, axes, hidden.shape[:-1])
+        schedule = Schedule(**vars(self))
+        each = _Pass(name, schedule, tree, axes, hidden.shape[:-1])
         # It names all that devices compute.
         text = f"{OPERATION}_{name} {schedule}"
-        run_whole, run_local = Bound(_Pass.whole, work), Bound(_Pass.local, work)
-        found = auto_partitioning.bind(
-            auto_partitioning.Work(OPERATION, text, axes, run_whole, run_local), *flat
-        )
+        run_whole, run_local = Bound(_Pass.whole, each), Bound(_Pass.local, each)
+        work = auto_partitioning.Work(OPERATION, text, axes, run_whole, run_local)
+        found = auto_partitioning.bind(work, *flat)
         outputs, gradients = tuple(found[:count]), found[count:]
         if name == "forward":
             return outputs
@@ -222,7 +78,7 @@ class _Pass:
 
     def whole(self, *arrays: jax.Array) -> list[jax.Array]:
         """Returns what the schedule makes of whole arrays."""
-        return self._run_flat(partial(self.schedule.run, self.name, self.schedule.options), *arrays)
+        return self._run_flat(partial(self.schedule.run, self.name), *arrays)
 
     def local(
         self, mesh_axes: Mapping[str, Names], uneven: Mapping[str, int]
@@ -274,7 +130,7 @@ class _Pass:
         exchange = OverDevices(columns, is_checked=True)
         reduced = self.name == "fused" and exchange.is_whole
         own = planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
-        loss = LinearLoss(options, planner.gemms, own, exchange)
+        loss = LinearLoss(options=options, gemms=planner.gemms, exchange=exchange, schedule=own)
         forward = partial(derivative.forward, loss, operands, None)
         outputs: Sequence[Any] = ()
         if self.name == "forward":
@@ -295,10 +151,5 @@ class _Pass:
             outputs = losses, saved.lse, saved.lse_low
             gradients = derivative.vjp(loss, (operands, None, saved), (*more, None, None))
         dhidden, *others = gradients
-        others = jax.tree.map(partial(_sum, tokens), others)
-        return *outputs, _sum(columns, dhidden), *others
-
-
-def _sum(axes: Names, x: jax.Array) -> jax.Array:
-    """Returns the sum over devices, which is rounded last."""
-    return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+        others = jax.tree.map(partial(sum_wide, tokens), others)
+        return *outputs, sum_wide(columns, dhidden), *others

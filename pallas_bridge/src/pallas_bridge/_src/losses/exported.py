@@ -1,19 +1,25 @@
-"""Exported programs of cross-entropy, for tools that run no Python."""
+"""Exported programs of losses of logits and of linear losses, for tools that run no Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import pallas
-from ..exporting import DTYPES, Cell, ConfigError, Program, check_options
-from ..losses.aux_outputs import MOST_COLUMNS
-from . import tpu_plan
-from .api import cross_entropy, cross_entropy_per_token
+from ..cross_entropy import tpu_plan
+from ..cross_entropy.api import cross_entropy, cross_entropy_per_token
+from ..exporting import DTYPES, Cell, ConfigError, Program, check_extent, check_options
+from ..linear_cross_entropy.api import (
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_per_token,
+)
+from ..linear_cross_entropy.plan import Plan
+from .aux_outputs import MOST_COLUMNS
 
-PLATFORMS = ("tpu", "cpu", "cuda")
 OPTIONS = (
     "reduction",
     "weights",
@@ -24,6 +30,18 @@ OPTIONS = (
     "temperature",
 )
 FORMS = ("constant", "argument")
+
+
+@dataclass(frozen=True)
+class LossExports:
+    """What export asks of a loss (`exporting`)."""
+
+    settings: Callable[[Mapping[str, Any]], Any]
+    program: Callable[[Cell], Program]
+    tile: Callable[[Cell], dict[str, int | None]]
+    described: Callable[[Cell, Program], dict[str, Any]]
+
+    PLATFORMS = ("tpu", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -46,11 +64,7 @@ class Requested:
         return {"return_lse": True, "return_entropy": is_on, "return_correct": is_on}
 
 
-def settings(config: Mapping[str, Any]) -> None:
-    """There are no keys of its own."""
-
-
-def program(cell: Cell) -> Program:
+def _logits_program(cell: Cell) -> Program:
     """Returns a cell's program.
 
     Raises:
@@ -65,7 +79,7 @@ def program(cell: Cell) -> Program:
     ours = "pallas" if cell.platform == "tpu" else None
     keywords["implementation"] = "reference" if cell.is_dense else ours
     # Operands of exported programs have their rows in order, as kernels have whose tile is named.
-    keywords |= tile(cell)
+    keywords |= _logits_tile(cell)
 
     def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
         (logits,) = arrays
@@ -192,7 +206,7 @@ def make_program(
     return Program("value_and_grad", value_and_grad, [*arrays, labels, *more], plan)
 
 
-def tile(cell: Cell) -> dict[str, int | None]:
+def _logits_tile(cell: Cell) -> dict[str, int | None]:
     """Returns the tile of a cell's kernels: the extents that were named, and on TPUs all.
 
     Raises:
@@ -215,6 +229,109 @@ def tile(cell: Cell) -> dict[str, int | None]:
     }
 
 
-def described(cell: Cell, program: Program) -> dict[str, Any]:
-    """There is nothing of its own."""
-    return {}
+def _linear_settings(config: Mapping[str, Any]) -> SimpleNamespace:
+    """Returns what a config says of hidden states and what they are multiplied with.
+
+    Raises:
+        ConfigError: a key that is missing, or a value that is not taken.
+    """
+    check_extent("hidden", config.get("hidden"))
+    vocab_axis = config.get("vocab_axis") or 0
+    if vocab_axis not in (0, 1):
+        raise ConfigError(
+            f"vocab_axis is {vocab_axis!r}; it must be 0 for a weight [V, D] or 1 for [D, V]"
+        )
+    return SimpleNamespace(
+        hidden=config["hidden"],
+        bias=bool(config.get("bias")),
+        vocab_axis=vocab_axis,
+        max_scratch_bytes=config.get("max_scratch_bytes"),
+    )
+
+
+def _linear_program(cell: Cell) -> Program:
+    """Returns a cell's program, of hidden, weight, and bias if any.
+
+    Raises:
+        ConfigError: an option that is not known, or a tile for which there is no room.
+        ValueError: a budget below the least.
+    """
+    cell, requested = take_requested(cell)
+    reduction, options = make_keywords(cell)
+    settings, dtype = cell.settings, DTYPES[cell.dtype]
+    weight = [cell.vocab, settings.hidden]
+    shapes = [(cell.tokens, settings.hidden), tuple(weight[:: 1 - 2 * settings.vocab_axis])]
+    if settings.bias:
+        shapes.append((cell.vocab,))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    keywords: dict[str, Any] = {
+        "vocab_axis": settings.vocab_axis,
+        "max_scratch_bytes": settings.max_scratch_bytes,
+        **_linear_tile(cell),
+    }
+    options |= {**keywords, "implementation": cell.implementation}
+
+    def run(function: Any, arrays: Sequence[Any], labels: Any, **more: Any) -> Any:
+        hidden, weight, bias = (*arrays, None)[:3]
+        return function(hidden, weight, labels, bias=bias, **more, **options)
+
+    def reduced(arrays: Sequence[Any], labels: Any, weights: Any) -> Any:
+        return run(linear_cross_entropy, arrays, labels, weights=weights, reduction=reduction)
+
+    def per_token(arrays: Sequence[Any], labels: Any, columns: Any) -> Any:
+        more = {"columns": columns, **requested.keywords}
+        return run(linear_cross_entropy_per_token, arrays, labels, **more)
+
+    plan = None
+    # `explain` plans no chunks of auxiliary outputs.
+    if not cell.is_dense and not requested.any:
+        keywords |= {"reduction": reduction, "platform": cell.kind or cell.platform}
+        plan = explain(*arrays[:2], bias=arrays[2] if settings.bias else None, **keywords)
+        _check_linear_tile(cell, plan)
+    return make_program(cell, arrays, reduced, per_token, requested, plan)
+
+
+def _check_linear_tile(cell: Cell, plan: Plan) -> None:
+    """Refuses a tile that was made to fit: what is measured is what is named."""
+    if cell.platform == "cuda":
+        return
+    # Tokens of a task on CPUs are not planned.
+    unit = 128 if cell.platform == "tpu" else 1
+    token_block = cell.time_block if cell.platform == "tpu" else None
+    for name, extent, whole, taken in (
+        ("time_block", token_block, cell.tokens, plan.tokens),
+        ("block_size", cell.block_size, cell.vocab, plan.columns),
+    ):
+        if extent is not None and min(extent, -(-whole // unit) * unit) != taken:
+            raise ConfigError(
+                f"tile.{name} is {extent}, for which there is no room; the plan is {plan}: lower "
+                f"tile.{name} or raise max_scratch_bytes"
+            )
+
+
+def _linear_tile(cell: Cell) -> dict[str, int | None]:
+    """Returns the tile that was named: the plan says the rest."""
+    return {"time_block": cell.time_block, "block_size": cell.block_size}
+
+
+def _linear_described(cell: Cell, program: Program) -> dict[str, Any]:
+    """Returns the settings, the plan, and the bytes that kernels move."""
+    plan = program.plan
+    found = {"linear": vars(cell.settings), "plan": None if plan is None else str(plan)}
+    return found | ({"moved": dict(plan.moved)} if plan is not None and plan.moved else {})
+
+
+EXPORTS = {
+    "cross_entropy": LossExports(
+        settings=lambda config: None,
+        program=_logits_program,
+        tile=_logits_tile,
+        described=lambda cell, program: {},
+    ),
+    "linear_cross_entropy": LossExports(
+        settings=_linear_settings,
+        program=_linear_program,
+        tile=_linear_tile,
+        described=_linear_described,
+    ),
+}
