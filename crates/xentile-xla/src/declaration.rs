@@ -48,7 +48,7 @@ pub struct Declaration {
     pub attributes: &'static [&'static [AttributeDecl]],
     /// Named axes right behind `*batch` that a mesh may shard as it may axes of tokens.
     pub sharded: &'static [&'static str],
-    /// Each `(a, n, b)` says that n times the extent a is at most the extent b.
+    /// Each `(a, n, b)` says that n times the extent a is at most the extent b, or the number b.
     pub bounds: &'static [(&'static str, usize, &'static str)],
     /// Each `(a, b)` says that the extent a is a multiple of the extent b.
     pub multiples: &'static [(&'static str, &'static str)],

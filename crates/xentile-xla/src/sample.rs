@@ -20,6 +20,7 @@ pub(crate) const SAMPLE: Declaration = Declaration {
         input("options", "4", F32),
     ],
     results: &[output("token", "B", S32), output("logp", "B", F32)],
+    bounds: &[("V", 1, "262144")],
     maps_shared: false,
     ..Declaration::BASE
 };

@@ -15,6 +15,11 @@ target_list! {
     );
 }
 
+const _: () = match usize::from_str_radix(super::SAMPLE.bounds[0].2, 10) {
+    Ok(most) => assert!(most == Sample::LARGEST_VOCAB, "the declared bound is not the kernel's"),
+    Err(_) => panic!("the declared bound is no number"),
+};
+
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
 
 fn sample(

@@ -253,7 +253,8 @@ impl Made {
         let bound = declaration.bounds.iter().find(|bound| bound.0 == name);
         let extent = match bound {
             Some((_, times, of)) => {
-                choose(Choice::Free, self.extents[*of] as usize / times + 1) as i64
+                let most = of.parse().unwrap_or_else(|_| self.extents[*of] as usize);
+                choose(Choice::Free, most / times + 1) as i64
             }
             None if is_bytes(declaration, name) => [1 << 18, 1000, 0][choose(Choice::Value, 3)],
             None => 1 + choose(Choice::Free, self.most_extent) as i64,

@@ -115,6 +115,12 @@ class Target:
             found[one["name"]] = jax.ShapeDtypeStruct(shape, taken)
         return found
 
+    def largest(self, axis: str) -> int:
+        """Returns the largest extent of a named axis, where a number bounds it."""
+        bounds = self.declared["bounds"]
+        (bound,) = (one for one in bounds if one[0] == axis and one[2].isdigit())
+        return int(bound[2]) // int(bound[1])
+
     def dims(self, *names: str, **values: Any) -> tuple[str, ...]:
         """Returns the dims of arrays by their names, for values of attributes that they go by."""
         every = (*self.declared["operands"], *self.declared["results"])

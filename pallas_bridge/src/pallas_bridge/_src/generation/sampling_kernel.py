@@ -8,16 +8,17 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
+from ..targets import declared
 from . import kernel
 
 Array = jax.Array
 TARGET = "xentile_sample"
-LARGEST_VOCAB = 2**18
 
 
 def is_usable(arrays: Iterable[Array], vocab_size: int) -> bool:
     """Returns whether the kernel draws where a program of `arrays` is compiled for CUDA."""
-    return 0 < vocab_size <= LARGEST_VOCAB and kernel.is_there(TARGET, arrays, kernel.is_hopper)
+    is_covered = 0 < vocab_size <= declared(TARGET).largest("V")
+    return is_covered and kernel.is_there(TARGET, arrays, kernel.is_hopper)
 
 
 def draw(logits: Array, keys: Array, steps: Array, options: Array) -> tuple[Array, Array]:

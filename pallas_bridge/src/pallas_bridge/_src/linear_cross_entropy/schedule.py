@@ -175,8 +175,7 @@ class Schedule:
         - backward: gradients for saved (lse, lse_low) and cotangents of (loss, logps, lse);
         - fused: loss, lse, lse_low, and gradients for cotangents of the loss.
         """
-        options = self.options
-        gemms, plan = self.planner.gemms, self.plan
+        options, gemms, plan = self.options, self.planner.gemms, self.plan
         token_chunks = TokenChunks(Loss(options), gemms, plan.tokens)
         by_tokens: Callable[..., Any] = Bound(getattr(TokenChunks, name), token_chunks)
         if plan.batch_invariant:

@@ -92,10 +92,10 @@ class Layout:
         # XLA for CPUs fails to compile sums of 16 bits over some axes of a mesh alone.
         is_wide = not {*self.names} <= meshes.explicit_axes(self.mesh)
 
-        def run_own(given: jax.Array, *arrays: Any) -> Any:
+        def run_own(own: jax.Array, *others: Any) -> Any:
             if is_wide and hidden.dtype != jnp.float32:
-                given = jax.lax.pcast(given, self.names, to="varying").astype(hidden.dtype)
-            return function(given, *arrays)
+                own = jax.lax.pcast(own, self.names, to="varying").astype(hidden.dtype)
+            return function(own, *others)
 
         given = *specs, *[self.tokens] * len(per_token)
         mapped = meshes.on_devices(self.mesh, self.axes, run_own, given, results)
