@@ -211,9 +211,8 @@ class Call:
             hidden, labels, columns, factors = arrays
         operands = operands._replace(hidden=hidden, labels=labels)
         requested = dataclasses.replace(requested, columns=columns)
-        found: TokenOutputs = one_program.run(
-            Bound(derivative.compute_outputs, loss), requested, operands, factors
-        )
+        run = Bound(derivative.compute_outputs, loss)
+        found: TokenOutputs = one_program.run(run, requested, operands, factors)
         if labels.shape == self.shape:
             return found
         count = self.labels.size

@@ -108,8 +108,9 @@ def compute_outputs(
         operands, columns, factors = _alike(loss, operands, requested.columns, factors)
         total, *others = _reduced(loss, operands, columns, factors)
         # There are no logps, which nobody reads.
-        known = total, total, *others
-        return aux_outputs.collect(loss.options, requested, operands.labels, known)
+        return aux_outputs.collect(
+            loss.options, requested, operands.labels, (total, total, *others)
+        )
     operands, columns = _alike(loss, operands, requested.columns)
     if loss.is_dense:
         z, probe = dense_logits(loss.gemms, *operands[:3])

@@ -632,10 +632,8 @@ def plan(
         return without_kernels(problem, usual)
     tiles, *_ = kernels.gradient_tiles
     every = kernels.forward_tiles, *kernels.gradient_tiles
-    moved = {one.name: one.bytes_moved for one in every}
+    moved = tuple((one.name, one.bytes_moved) for one in every)
     gemms = sum(one.gemms for one in every)
     # Scalars of a token, in rows of as many as a register has, operands and results.
     scratch = 2 * token_bytes(problem) + tiles.spilled_bytes + problem.narrowed_bytes
-    return Plan(
-        "kernels", tiles.rows, tiles.columns, gemms, scratch, limit, moved=tuple(moved.items())
-    )
+    return Plan("kernels", tiles.rows, tiles.columns, gemms, scratch, limit, moved=moved)

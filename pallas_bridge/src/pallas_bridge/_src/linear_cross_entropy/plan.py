@@ -167,8 +167,7 @@ def plan_for_xla(problem: Problem, max_scratch_bytes: int | None, *, isolated: b
     if isolated:
         return plan_equal_chunks(problem, max_scratch_bytes)
     is_known = isinstance(problem.tokens, int)
-    plan = plan_chunks if is_known else plan_symbolic
-    return plan(problem, max_scratch_bytes)
+    return (plan_chunks if is_known else plan_symbolic)(problem, max_scratch_bytes)
 
 
 def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
@@ -186,7 +185,8 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         fitting = plan(problem, limit)
         if fitting is not None:
             return fitting
-    raise _refuse_budget(limit, problem.tokens, problem, _least_scratch(problem))
+    least = _tile_scratch(problem, *_smallest_tile(problem))
+    raise _refuse_budget(limit, problem.tokens, problem, least)
 
 
 def _refuse_budget(limit: int, tokens: Any, problem: Problem, least: int) -> ValueError:
@@ -253,8 +253,7 @@ def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) ->
     growing = token_bytes(several)
     if columns is not None:
         return _tile_scratch(several, tokens, columns) - growing
-    # Without kernels XLA holds logits in f32 twice beside their gradient, and a block of columns of
-    # that.
+    # Without kernels XLA holds logits in f32 twice, and their gradient and a block of its columns.
     row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
     return token_chunk_scratch(several, tokens) - growing + tokens * (row - problem.row_bytes)
 
@@ -305,8 +304,9 @@ def without_kernels(problem: Problem, plan: Plan) -> Plan:
     limit = plan.max_scratch_bytes
     if plan.any_count:
         return _plan_symbolic_tiles(problem, limit)
-    fitting = _plan_columns(problem, limit) or _plan_tiles(problem, limit)
-    return fitting or Plan("both", *_smallest_tile(problem), 5, _least_scratch(problem), limit)
+    smallest = _smallest_tile(problem)
+    least = Plan("both", *smallest, 5, _tile_scratch(problem, *smallest), limit)
+    return _plan_columns(problem, limit) or _plan_tiles(problem, limit) or least
 
 
 def token_bytes(problem: Problem) -> int:
@@ -406,7 +406,3 @@ def _grow_tile(
 
 def _smallest_tile(problem: Problem) -> tuple[int, int]:
     return min(STEP, problem.tokens), min(STEP, problem.vocab)
-
-
-def _least_scratch(problem: Problem) -> int:
-    return _tile_scratch(problem, *_smallest_tile(problem))
