@@ -23,7 +23,10 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_KERNEL(forward_##K##_##V, kLinearThreads, 2, linear_attention::Forward<K, V>::run(a))  \
+  LINEAR_KERNEL(forward_##K##_##V, kLinearThreads, 2,                                           \
+                linear_attention::Forward<K, V, kLinearSlice>::run(a))                          \
+  LINEAR_KERNEL(forward_narrow_##K##_##V, kLinearThreads, 2,                                    \
+                linear_attention::Forward<K, V, kLinearSlice / 2>::run(a))                      \
   LINEAR_KERNEL(chain_##K##_##V, kLinearThreads, 1,                                             \
                 linear_attention::Chain<K, V, true>::run(a, blockIdx.x))                        \
   LINEAR_KERNEL(reverse_##K##_##V, kLinearThreads, 1,                                           \

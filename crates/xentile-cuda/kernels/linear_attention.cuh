@@ -10,6 +10,10 @@
 //
 // States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains, computed matrices are the
 // sums of two in bf16, so that no error grows from chunk to chunk.
+//
+// A masked entry of a matrix is 0, and 0 times NaN or inf is NaN. What is not finite must reach no token that the recurrence
+// keeps it from. Kernels look at results that it always reaches, such as the last state, and then run again with products of
+// triangles that leave out what is masked (`exact`).
 #pragma once
 
 #include <cstdint>
@@ -163,6 +167,71 @@ __device__ inline void add_product(Sums<kTiles>& sums, Matrix<kLeftTransposed, k
   }
 }
 
+// Whether a number is neither NaN nor inf.
+__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// NaN if any of a lane's sums is not finite, else 0; of the upper 8 of 16 rows with `kUpperRows`.
+template <bool kUpperRows, int kTiles>
+__device__ inline float nan_unless_finite(const Sums<kTiles>& sums) {
+  float found[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < (kUpperRows ? 2 : 4); ++i) found[i % 2] = fmaf(sums[n][i], 0.0f, found[i % 2]);
+  }
+  return found[0] + found[1];
+}
+
+// Adds the product of a tile on the diagonal, from fragments of a triangle, and 16 rows of `right` from `k` on, one after
+// another: a row of `right` changes the rows of sums alone where the triangle is not masked.
+template <bool kUpper, int kTiles, bool kRightTransposed, bool kRightSplit>
+__device__ inline void add_diagonal(Sums<kTiles>& sums, const uint32_t (&high)[4], const uint32_t (&low)[4],
+                                    Matrix<kRightTransposed, kRightSplit> right, int k, int column) {
+#pragma unroll 1
+  for (int only = 0; only < 16; ++only) {
+    // A lane has two neighbouring rows of the upper 8, and of the lower 8.
+    const uint32_t half = static_cast<int>(threadIdx.x) % 4 == only % 8 / 2 ? 0xffffu << only % 2 * 16 : 0;
+    const uint32_t keep[2] = {only < 8 ? half : 0, only < 8 ? 0 : half};
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      Sums<2> found;
+      clear(found);
+      uint32_t b[4];
+      load_right<kRightTransposed>(b, right.high, right.pitch, k, column + n * 8);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        mma::multiply(found[t], high, b[2 * t] & keep[0], b[2 * t + 1] & keep[1]);
+        mma::multiply(found[t], low, b[2 * t] & keep[0], b[2 * t + 1] & keep[1]);
+      }
+      if constexpr (kRightSplit) {
+        load_right<kRightTransposed>(b, right.low, right.pitch, k, column + n * 8);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) mma::multiply(found[t], high, b[2 * t] & keep[0], b[2 * t + 1] & keep[1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool is_seen = kUpper ? row_of(i) <= only : row_of(i) >= only;
+        sums[n][i] += is_seen ? found[0][i] : 0.0f;
+        sums[n + 1][i] += is_seen ? found[1][i] : 0.0f;
+      }
+    }
+  }
+}
+
+// Adds a warp's 16 rows of the product of a triangle [64, 64] in two parts, 0 above the diagonal, or below it with `kUpper`.
+template <bool kUpper, int kTiles, bool kLeftTransposed, bool kRightTransposed, bool kRightSplit>
+__device__ inline void add_triangle(Sums<kTiles>& sums, Matrix<kLeftTransposed, true> left, int row,
+                                    Matrix<kRightTransposed, kRightSplit> right, int column, bool exact) {
+  const int end = exact ? row : row + 16, begin = exact ? row + 16 : row;
+  add_product(sums, left, row, right, column, kUpper ? begin : 0, kUpper ? kChunk : end);
+  if (exact) {
+    uint32_t high[4], low[4];
+    load_left<kLeftTransposed>(high, left.high, left.pitch, row, row);
+    load_left<kLeftTransposed>(low, left.low, left.pitch, row, row);
+    add_diagonal<kUpper>(sums, high, low, right, row, column);
+  }
+}
+
 // Two numbers, in a high part and a low part.
 struct Split {
   uint32_t high, low;
@@ -267,7 +336,10 @@ struct Decays {
   __device__ float b(int i) const { return sums[2 * kChunk + i]; }
 };
 
-// The sums of g of each chunk, a warp a chunk. Multiples of 1 / 1024 have exact sums.
+// The sums of g of each chunk, a warp a chunk. Multiples of 1 / 1024 have exact sums. A g that is not finite adds kNotFinite:
+// decays over its token are inf, as exponents are above -128 a token, and others do not change.
+inline constexpr float kNotFinite = 16384.0f;
+
 __device__ inline void decays(const Arguments& a) {
   const int64_t chunk = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -279,10 +351,10 @@ __device__ inline void decays(const Arguments& a) {
     const int64_t token = chunk % a.all_chunks * kChunk + lane * 2 + i;
     const int64_t at = (sequence * a.tokens + token) * a.heads + head;
     const bool is_there = token < a.tokens;
-    const float g = is_there ? a.g[at] : 0.0f;
+    const float given = is_there ? a.g[at] : 0.0f, g = is_finite(given) ? given : 0.0f;
     b[i] = is_there && a.b != nullptr ? a.b[at] : 0.0f;
     high[i] = rintf(g * 1024.0f) / 1024.0f;
-    low[i] = g - high[i];
+    low[i] = is_finite(given) ? g - high[i] : kNotFinite;
   }
   high[1] += high[0], low[1] += low[0];
   float before_high = high[1], before_low = low[1];
@@ -335,7 +407,8 @@ struct Prepare {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = row + row_of(i), c = n * 8 + column_of(i);
-        s.lower[r * kPitch + c] = r > c ? decays.b(r) * kk[n][i] * decays.between(r, c) : 0.0f;
+        // The diagonal is looked at by `invert` alone.
+        s.lower[r * kPitch + c] = r >= c ? decays.b(r) * kk[n][i] * decays.between(r, c) : 0.0f;
         s.inverse[r * kPitch + c] = 0.0f;
       }
     }
@@ -350,9 +423,13 @@ struct Prepare {
     }
   }
 
-  // Inverts blocks on the diagonal by forward substitution, and then what is below them, a diagonal after the other.
+  // Inverts blocks on the diagonal by forward substitution, and then what is below them, a diagonal after the other. Entries
+  // depend on those of A alone that are between their row and their column.
   __device__ void invert() {
+    bool bad = false;
     if (threadIdx.x < kChunk) {
+      // b |k|^2 of a token, and an entry with all decays but the first.
+      bad = !is_finite(lower[threadIdx.x * (kPitch + 1)]) || !is_finite(lower[(kChunk - 1) * kPitch]);
       const int first = threadIdx.x / kBlock * kBlock, column = threadIdx.x % kBlock;
       float x[kBlock];
 #pragma unroll
@@ -363,7 +440,10 @@ struct Prepare {
         inverse[(first + i) * kPitch + first + column] = x[i];
       }
     }
-    __syncthreads();
+    if (__syncthreads_or(bad)) {
+      substitute();
+      return;
+    }
     for (int distance = 1; distance < 4; ++distance) {
       const int strips = (4 - distance) * 64;
       for (int at = threadIdx.x; at < strips; at += kThreads) {
@@ -396,6 +476,21 @@ struct Prepare {
       }
       __syncthreads();
     }
+  }
+
+  // Inverts a matrix that is not finite: a thread has a column.
+  __device__ void substitute() {
+    const int column = threadIdx.x;
+    if (column < kChunk) {
+#pragma unroll 1
+      for (int i = 0; i < kChunk; ++i) {
+        float x = i == column ? 1.0f : 0.0f;
+#pragma unroll 1
+        for (int l = column; l < i; ++l) x = fmaf(-lower[i * kPitch + l], inverse[l * kPitch + column], x);
+        inverse[i * kPitch + column] = x;
+      }
+    }
+    __syncthreads();
   }
 };
 
@@ -441,6 +536,7 @@ struct State {
       store_split(high, low, r * kSlicePitch + c, left, right);
     });
   }
+  __device__ bool is_finite() const { return linear_attention::is_finite(nan_unless_finite<false>(x)); }
   __device__ void scale(float factor) {
     for_pairs([&](int, int, float& left, float& right) { left *= factor, right *= factor; });
   }
@@ -518,8 +614,20 @@ struct Chain {
     constexpr int kSlices = V / kSlice;
     const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
-    const int chunks = static_cast<int>(a.chunks);
     State<K> state;
+    bool exact = false;
+#pragma unroll 1
+    for (;;) {
+      s.compute(a, state, sequence_head, column, exact);
+      if (!kDelta || exact || !__syncthreads_or(!state.is_finite())) break;
+      exact = true;
+    }
+    if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
+  }
+
+  __device__ void compute(const Arguments& a, State<K>& state, int64_t sequence_head, int column, bool exact) {
+    Chain& s = *this;
+    const int chunks = static_cast<int>(a.chunks);
     state.read(a.before + sequence_head * a.before_stride + column, V);
     for (int c = 0; c < kStages - 1; ++c) {
       if (c < chunks) s.load(a, ChunkIndex(a, sequence_head, c), column);
@@ -554,8 +662,8 @@ struct Chain {
         }
         store_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
         __syncthreads();
-        add_product(values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
-                    row, Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part, 0, row + 16);
+        add_triangle<false>(values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
+                            row, Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part, exact);
         Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -577,7 +685,6 @@ struct Chain {
       state.add(stage.k, s.values[0], s.values[1]);
       state.share(s.state[0], s.state[1]);
     }
-    if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
     mma::wait<0>();
   }
 };
@@ -632,6 +739,18 @@ struct Reverse {
     const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
     State<K> dstate;
+    bool exact = false;
+#pragma unroll 1
+    for (;;) {
+      s.compute(a, dstate, sequence_head, column, exact);
+      if (!kDelta || exact || !__syncthreads_or(!dstate.is_finite())) break;
+      exact = true;
+    }
+    dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
+  }
+
+  __device__ void compute(const Arguments& a, State<K>& dstate, int64_t sequence_head, int column, bool exact) {
+    Reverse& s = *this;
     dstate.read(a.dafter + sequence_head * a.dafter_stride + column, V);
     int next_chunk = static_cast<int>(a.chunks) - 1;
     const auto load_next = [&] {
@@ -670,8 +789,8 @@ struct Reverse {
         }
         store_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
         __syncthreads();
-        add_product(dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
-                    row, Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part, row, kChunk);
+        add_triangle<true>(dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
+                           row, Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part, exact);
         Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -692,7 +811,6 @@ struct Reverse {
       if constexpr (kDelta) dstate.add(stage.k, s.dsolved[0], s.dsolved[1]);
       dstate.share(s.dstate[0], s.dstate[1]);
     }
-    dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
     mma::wait<0>();
   }
 };
@@ -724,19 +842,24 @@ __device__ inline void decay_scores(Sums<8>& scores, int row, float scale, const
   }
 }
 
-// Adds the product of a warp's 16 rows of scores [64, 64], in two parts, and `values` to sums. Scores after the 16 columns
-// from `last` are 0.
+// Adds the product of a warp's 16 rows of scores [64, 64] from `row` on, in two parts, and `values` to sums. Scores after
+// the 16 columns from `last` are 0.
 template <int kTiles>
-__device__ inline void add_scores(Sums<kTiles>& sums, const Sums<8>& scores, int last, const Bits* values, int pitch) {
+__device__ inline void add_scores(Sums<kTiles>& sums, const Sums<8>& scores, int row, int last, const Bits* values,
+                                  int pitch, bool exact) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    if (k * 16 <= last) {
+    if (k * 16 <= last && !(exact && k * 16 > row)) {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = &scores[2 * k + i / 2][i % 2 * 2];
         const Split split(pair[0], pair[1]);
         high[i] = split.high, low[i] = split.low;
+      }
+      if (exact && k * 16 == row) {
+        add_diagonal<false>(sums, high, low, Matrix<false>{values, pitch}, row, 0);
+        continue;
       }
 #pragma unroll
       for (int n = 0; n < kTiles; n += 2) {
@@ -763,23 +886,23 @@ __device__ inline void store_rounded(Bits* to, int pitch, const Sums<kTiles>& su
   }
 }
 
-// o and the state after each group, without b: a CTA has a head and kSlice columns of values. Four warps have o, 16 rows of a
+// o and the state after each group, without b: a CTA has a head and kColumns columns of values. Four warps have o, 16 rows of a
 // chunk each; four have the state, in f32, and share it in bf16 for the next chunk. The group of `Arguments` is the first.
-template <int K, int V>
+template <int K, int V, int kColumns>
 struct Forward {
-  static constexpr int kTiles = kSlice / 8;
+  static constexpr int kTiles = kColumns / 8, kPitch = kColumns + kGap;
   static constexpr int kStateRows = K / 4;
 
   struct Stage {
     Bits q[kChunk * (K + kGap)];
     Bits k[kChunk * (K + kGap)];
-    Bits v[kChunk * kSlicePitch];
+    Bits v[kChunk * kPitch];
     float decays[kDecays];
   };
 
   // Of a chunk and the one after it.
   Stage stages[2];
-  Bits state[2][K * kSlicePitch];
+  Bits state[2][K * kPitch];
 
   // A warp's rows of the state.
   struct Rows {
@@ -802,7 +925,7 @@ struct Forward {
 
     __device__ void share(Bits* to, int row) {
       for_pairs(row, [&](int r, int c, float left, float right) {
-        *reinterpret_cast<uint32_t*>(to + r * kSlicePitch + c) = mma::pack(left, right);
+        *reinterpret_cast<uint32_t*>(to + r * kPitch + c) = mma::pack(left, right);
       });
     }
 
@@ -823,7 +946,7 @@ struct Forward {
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
           uint32_t b[4], high[4], low[4];
-          load_right<false>(b, stage.v, kSlicePitch, k, n * 8);
+          load_right<false>(b, stage.v, kPitch, k, n * 8);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float* by = to_end + i % 2 * 2;
@@ -846,9 +969,16 @@ struct Forward {
   };
 
   __device__ static void run(const Arguments& a) {
+    // What is not finite in k, v or g stays in the state.
+    if (!compute<false>(a)) compute<true>(a);
+  }
+
+  // Returns whether the last state is finite.
+  template <bool kExact>
+  __device__ static bool compute(const Arguments& a) {
     Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
-    constexpr int kSlices = V / kSlice;
-    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
+    constexpr int kSlices = V / kColumns;
+    const int column = static_cast<int>(blockIdx.x % kSlices) * kColumns;
     const ChunkIndex index(a, blockIdx.x / kSlices, 0);
     const int chunks = static_cast<int>(a.all_chunks), group = static_cast<int>(a.chunks);
     const int64_t keys = index.row(a, a.key_heads, index.key_head, K), key_stride = int64_t{a.key_heads} * K;
@@ -865,7 +995,7 @@ struct Forward {
         const int64_t token = int64_t{c} * kChunk;
         copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
         copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, k + token * key_stride, key_stride, count(c));
-        copy_rows<kSlice, kChunk, kThreads>(stage.v, kSlicePitch, v + token * value_stride, value_stride, count(c));
+        copy_rows<kColumns, kChunk, kThreads>(stage.v, kPitch, v + token * value_stride, value_stride, count(c));
         copy_decays(stage.decays, all_decays + int64_t{c} * kDecays);
       }
       mma::commit();
@@ -878,11 +1008,12 @@ struct Forward {
     };
     load(0);
     const int warp = threadIdx.x / 32;
+    float found = 0.0f;
     if (warp < 4) {
       for (int c = 0; c < chunks; ++c) {
         step(c);
-        write_outputs(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale, out + int64_t{c} * kChunk * value_stride,
-                      value_stride, count(c));
+        write_outputs<kExact>(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale,
+                              out + int64_t{c} * kChunk * value_stride, value_stride, count(c));
       }
     } else {
       const int row = (warp - 4) * kStateRows;
@@ -907,11 +1038,15 @@ struct Forward {
           left_of_group = group;
         }
       }
+#pragma unroll
+      for (int t = 0; t < kStateRows / 16; ++t) found += nan_unless_finite<false>(state.x[t]);
     }
+    return !__syncthreads_or(!is_finite(found));
   }
 
   // Writes a warp's 16 rows of o, through the rows of q, which no other warp reads. Masked scores are computed too: the warp
   // with the last rows needs all, and the others wait for it.
+  template <bool kExact>
   __device__ static void write_outputs(Stage& stage, const Bits* state, int row, float scale, Bits* out,
                                        int64_t stride, int count) {
     const Decays decays{stage.decays};
@@ -925,7 +1060,7 @@ struct Forward {
       load_left<false>(q, stage.q, K + kGap, row, k);
 #pragma unroll
       for (int n = 0; n < kTiles; n += 2) {
-        load_right<false>(b, state, kSlicePitch, k, n * 8);
+        load_right<false>(b, state, kPitch, k, n * 8);
         mma::multiply(o[n], q, b[0], b[1]);
         mma::multiply(o[n + 1], q, b[2], b[3]);
       }
@@ -943,14 +1078,14 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
     }
-    add_scores(o, scores, kChunk - 16, stage.v, kSlicePitch);
+    add_scores(o, scores, row, kChunk - 16, stage.v, kPitch, kExact);
     Bits* rows = stage.q + row * (K + kGap);
     __syncwarp();
     store_rounded(rows, K + kGap, o);
     __syncwarp();
 #pragma unroll
-    for (int at = threadIdx.x % 32; at < 16 * (kSlice / 8); at += 32) {
-      const int r = at / (kSlice / 8), c = at % (kSlice / 8) * 8;
+    for (int at = threadIdx.x % 32; at < 16 * (kColumns / 8); at += 32) {
+      const int r = at / (kColumns / 8), c = at % (kColumns / 8) * 8;
       if (row + r < count) {
         *reinterpret_cast<uint4*>(out + (row + r) * stride + c) =
             *reinterpret_cast<const uint4*>(rows + r * (K + kGap) + c);
@@ -998,17 +1133,24 @@ struct Outputs {
     decay_scores(scores, row, a.scale, decays);
     mma::wait<0>();
     __syncthreads();
-    Sums<V / 8> o;
-    clear(o);
-    add_product(o, Matrix<false>{s.q, K + kGap}, row, Matrix<false>{s.state, V + kGap}, 0, 0, K);
     const float factors[2] = {a.scale * decays.from_start(row + row_of(0)),
                               a.scale * decays.from_start(row + row_of(2))};
+    Sums<V / 8> o;
+    bool exact = false;
+#pragma unroll 1
+    for (;;) {
+      clear(o);
+      add_product(o, Matrix<false>{s.q, K + kGap}, row, Matrix<false>{s.state, V + kGap}, 0, 0, K);
 #pragma unroll
-    for (int n = 0; n < V / 8; ++n) {
+      for (int n = 0; n < V / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
+        for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
+      }
+      add_scores(o, scores, row, row, s.values, V + kGap, exact);
+      // A masked value that is not finite has spoiled a whole column.
+      if (exact || !__any_sync(~0u, !is_finite(nan_unless_finite<true>(o)))) break;
+      exact = true;
     }
-    add_scores(o, scores, row, s.values, V + kGap);
     // Through shared memory, so that rows are written whole.
     __syncthreads();
     store_rounded(s.values + row * (V + kGap), V + kGap, o);
@@ -1053,9 +1195,16 @@ struct LocalGradients {
     store_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
     __syncthreads();
     Sums<V / 8> dvalues_local;
-    clear(dvalues_local);
-    add_product(dvalues_local, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
-                Matrix<false>{s.dout, V + kGap}, 0, row, kChunk);
+    bool exact = false;
+#pragma unroll 1
+    for (;;) {
+      clear(dvalues_local);
+      add_triangle<true>(dvalues_local, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
+                         Matrix<false>{s.dout, V + kGap}, 0, exact);
+      // As in `Outputs`.
+      if (exact || !__any_sync(~0u, !is_finite(nan_unless_finite<true>(dvalues_local)))) break;
+      exact = true;
+    }
     float* to = a.dvalues_local + index.slot(a) * kChunk * V;
 #pragma unroll
     for (int n = 0; n < V / 8; ++n) {
@@ -1112,8 +1261,14 @@ struct Gradients {
     s.scores(a, decays, row, half);
     mma::wait<0>();
     __syncthreads();
-    s.keys(a, index, decays, row, half);
-    s.write_dv(a, index, decays, row, half);
+    bool exact = false;
+#pragma unroll 1
+    for (;;) {
+      const bool bad = !s.keys(a, index, decays, row, half, exact);
+      if (!kDelta || !exact) s.write_dv(a, index, decays, row, half, exact);
+      if (exact || !__syncthreads_or(bad)) break;
+      exact = true;
+    }
     // The gradient of a chunk's whole decay.
     float sum = 0.0f;
     for (int at = threadIdx.x; at < K * V / 2; at += kThreads) {
@@ -1125,7 +1280,7 @@ struct Gradients {
     sum = sum_column(sum_row(sum));
     if (threadIdx.x % 32 == 0) s.states_sums[warp] = sum;
     __syncthreads();
-    s.write_dg(a, index, decays);
+    s.write_dg(a, index, decays, exact);
   }
 
   __device__ void load(const Arguments& a, const ChunkIndex& index) {
@@ -1171,18 +1326,18 @@ struct Gradients {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = row + row_of(i), c = column + n * 8 + column_of(i);
-        const float decay = r >= c ? decays.between(r, c) : 0.0f;
+        const float decay = decays.between(r, c);
         const float below = r > c ? decay : 0.0f;
         const float score = a.scale * qk[n][i];
         float exponent = dscores[n][i] * score * below;
-        dscores[n][i] *= a.scale * decay;
+        dscores[n][i] = r >= c ? dscores[n][i] * (a.scale * decay) : 0.0f;
         if constexpr (kDelta) {
-          const float dkk = -dlower[n][i] * below;
+          const float dkk = r > c ? -dlower[n][i] * decay : 0.0f;
           b_rows[i / 2] = fmaf(dkk, kk[n][i], b_rows[i / 2]);
           dlower[n][i] = decays.b(r) * dkk;
           exponent = fmaf(dlower[n][i], kk[n][i], exponent);
         } else {
-          qk[n][i] = score * decay;
+          qk[n][i] = r >= c ? score * decay : 0.0f;
         }
         row_sums[i / 2] += exponent;
         column_sums[i % 2] += exponent;
@@ -1209,8 +1364,8 @@ struct Gradients {
     }
   }
 
-  // dq and dk: a warp has 16 rows and half of the columns.
-  __device__ void keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
+  // dq and dk: a warp has 16 rows and half of the columns. Returns whether sums over every operand are finite.
+  __device__ bool keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half, bool exact) {
     constexpr int kTiles = K / 16;
     const int column = half * (K / 2);
     const Matrix<false> right_q{q, K + kGap}, right_k{k, K + kGap};
@@ -1225,7 +1380,7 @@ struct Gradients {
         x *= a.scale * from_start[i];
         start_sum[i] = fmaf(x, bits_to_float(q[r * (K + kGap) + c]), start_sum[i]);
       });
-      add_product(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column, 0, row + 16);
+      add_triangle<false>(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column, exact);
       write(a, index, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
     }
     Sums<kTiles> dk;
@@ -1253,17 +1408,20 @@ struct Gradients {
       add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, 0, row + 16);
       add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, row, kChunk);
     }
-    add_product(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column, row, kChunk);
+    add_triangle<true>(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column, exact);
     write(a, index, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
+    float found = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float at_start = sum_row(start_sum[i]), at_end = sum_row(end_sum[i]), b = sum_row(b_sum[i]);
+      found = fmaf(at_start, 0.0f, fmaf(at_end, 0.0f, found));
       if (threadIdx.x % 4 == 0) {
         start[half][row + row_of(2 * i)] = at_start;
         end[half][row + row_of(2 * i)] = at_end;
         b_sums[2 + half][row + row_of(2 * i)] = b;
       }
     }
+    return is_finite(found);
   }
 
   template <int kTiles, class Each>
@@ -1299,7 +1457,8 @@ struct Gradients {
     }
   }
 
-  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
+  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half,
+                           bool exact) {
     const int count = index.count(a);
     const int64_t stride = int64_t{a.heads} * V;
     Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V);
@@ -1335,8 +1494,8 @@ struct Gradients {
       clear(dv);
       add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false>{dstate, V + kGap}, column, 0, K);
       for_each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
-      add_product(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
-                  Matrix<false>{dout, V + kGap}, column, row, kChunk);
+      add_triangle<true>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
+                         Matrix<false>{dout, V + kGap}, column, exact);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const int r = row + row_of(i);
@@ -1351,14 +1510,22 @@ struct Gradients {
   }
 
   // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
-  __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays) {
+  __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays, bool exact) {
     const int t = threadIdx.x;
-    if (t >= index.count(a)) return;
     float states_sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) states_sum += states_sums[i];
     float sum = decays.total() * states_sum;
-    for (int i = 0; i < kChunk; ++i) {
+    // Else every sum below is not finite either.
+    exact = exact && is_finite(sum);
+    const float* exponents = exact ? write_exponents() : nullptr;
+    if (t >= index.count(a)) return;
+#pragma unroll 1
+    for (int i = 0; exact && i < kChunk; ++i) {
+      sum += i >= t ? start[0][i] + start[1][i] : end[0][i] + end[1][i];
+      for (int j = 0; i >= t && j < t; ++j) sum += exponents[i * kChunk + j];
+    }
+    for (int i = 0; !exact && i < kChunk; ++i) {
       const float exponent_sum = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
                             (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]);
       sum += i >= t ? exponent_sum : end[0][i] + end[1][i];
@@ -1366,6 +1533,32 @@ struct Gradients {
     const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
     if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t];
+  }
+
+  // Returns the gradients of exponents of each pair of tokens, which take the memory of states. Of sums over them, that over
+  // rows and that over columns have terms that cancel, but for those that are not finite.
+  __device__ const float* write_exponents() {
+    static_assert(2 * K * (V + kGap) * sizeof(Bits) >= kChunk * kChunk * sizeof(float));
+    float* to = reinterpret_cast<float*>(state);
+#pragma unroll 1
+    for (int at = threadIdx.x; at < kChunk * kChunk; at += kThreads) {
+      const int i = at / kChunk, j = at % kChunk;
+      if (i <= j) continue;
+      const auto of = [&](const Bits (&x)[2][kChunk * kChunkPitch]) {
+        return bits_to_float(x[0][i * kChunkPitch + j]) + bits_to_float(x[1][i * kChunkPitch + j]);
+      };
+      float qk = 0.0f, kk = 0.0f;
+#pragma unroll 4
+      for (int c = 0; c < K; ++c) {
+        const float key = bits_to_float(k[j * (K + kGap) + c]);
+        qk = fmaf(bits_to_float(q[i * (K + kGap) + c]), key, qk);
+        if constexpr (kDelta) kk = fmaf(bits_to_float(k[i * (K + kGap) + c]), key, kk);
+      }
+      to[at] = of(dqk) * qk;
+      if constexpr (kDelta) to[at] = fmaf(of(other), kk, to[at]);
+    }
+    __syncthreads();
+    return to;
   }
 };
 
@@ -1402,7 +1595,7 @@ __device__ inline void add_heads(const Arguments& a) {
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
-inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128>);
+inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128, kLinearSlice>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);
