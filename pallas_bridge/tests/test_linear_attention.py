@@ -328,6 +328,35 @@ def test_what_is_not_finite_stays_in_its_row(rng: np.random.Generator) -> None:
     assert all(np.isfinite(one).all() for one in found_by("delta", decays).values())
 
 
+# Of a token within a chunk of every platform; each sequence has one number in one of its operands.
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_what_is_not_finite_reaches_what_the_recurrence_has_it_reach(
+    rng: np.random.Generator, rule: str, implementation: Any
+) -> None:
+    one = draw(rng, rule, 70, decay="slow", dtype="bfloat16", width=64, columns=64)
+    cases = [(name, value) for name in one for value in (np.nan, np.inf)]
+    # One head of keys.
+    heads = {"q": 1, "k": 1, "v": 2, "g": 2, "b": 2, "do": 2}
+    arrays = {}
+    for name, array in one.items():
+        own = array[:1, :, : heads[name]] if name in heads else array[:1, :2]
+        arrays[name] = np.repeat(np.asarray(own), len(cases), 0)
+    for row, (name, value) in enumerate(cases):
+        place = (row, 40, 0) if name in heads else (row, 1, 5)
+        arrays[name][place if name in "gb" else (*place, 3)] = value
+    with np.errstate(all="ignore"):
+        right = expected(rule, arrays)
+    for name, array in found_by(rule, arrays, implementation=implementation).items():
+        found = np.asarray(array).astype(np.float64)
+        is_finite = np.isfinite(right[name])
+        for given, same in zip(cases, np.isfinite(found) == is_finite, strict=True):
+            assert same.all(), (*given, name)
+        found, own_right = found[is_finite], right[name][is_finite]
+        error = np.linalg.norm(found - own_right)
+        assert error <= 2e-2 * np.linalg.norm(own_right), (name, error)
+
+
 # `CASES` are mapped over every subset of their arrays, which have no state.
 @pytest.mark.parametrize("mapped", ["state", "q v g", "do", "q k v g b state do dstate"])
 def test_vmap_with_states(rng: np.random.Generator, mapped: str) -> None:

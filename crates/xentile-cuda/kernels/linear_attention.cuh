@@ -13,7 +13,8 @@
 //
 // A masked entry of a matrix is 0, and 0 times NaN or inf is NaN. What is not finite must reach no token that the recurrence
 // keeps it from. Kernels look at results that it always reaches, such as the last state, and then run again with products of
-// triangles that leave out what is masked (`exact`).
+// triangles that leave out what is masked (kExact), in functions that are not inlined, so that registers are those of the
+// usual run.
 #pragma once
 
 #include <cstdint>
@@ -219,12 +220,12 @@ __device__ inline void add_diagonal(Sums<kTiles>& sums, const uint32_t (&high)[4
 }
 
 // Adds a warp's 16 rows of the product of a triangle [64, 64] in two parts, 0 above the diagonal, or below it with `kUpper`.
-template <bool kUpper, int kTiles, bool kLeftTransposed, bool kRightTransposed, bool kRightSplit>
+template <bool kUpper, bool kExact, int kTiles, bool kLeftTransposed, bool kRightTransposed, bool kRightSplit>
 __device__ inline void add_triangle(Sums<kTiles>& sums, Matrix<kLeftTransposed, true> left, int row,
-                                    Matrix<kRightTransposed, kRightSplit> right, int column, bool exact) {
-  const int end = exact ? row : row + 16, begin = exact ? row + 16 : row;
+                                    Matrix<kRightTransposed, kRightSplit> right, int column) {
+  const int end = kExact ? row : row + 16, begin = kExact ? row + 16 : row;
   add_product(sums, left, row, right, column, kUpper ? begin : 0, kUpper ? kChunk : end);
-  if (exact) {
+  if constexpr (kExact) {
     uint32_t high[4], low[4];
     load_left<kLeftTransposed>(high, left.high, left.pitch, row, row);
     load_left<kLeftTransposed>(low, left.low, left.pitch, row, row);
@@ -275,6 +276,11 @@ struct ChunkIndex {
   __device__ ChunkIndex(const Arguments& a, int64_t sequence_head, int chunk)
       : sequence_head(sequence_head), sequence(sequence_head / a.heads), head(static_cast<int>(sequence_head % a.heads)),
         key_head(head / (a.heads / a.key_heads)), chunk(chunk) {}
+
+  // That of a CTA of a kernel with one for each chunk and head.
+  __device__ static ChunkIndex of_cta(const Arguments& a) {
+    return ChunkIndex(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+  }
 
   __device__ int64_t slot(const Arguments& a) const { return sequence_head * a.chunks + chunk; }
   __device__ int64_t token(const Arguments& a) const {
@@ -389,7 +395,7 @@ struct Prepare {
 
   __device__ static void run(const Arguments& a) {
     Prepare& s = *reinterpret_cast<Prepare*>(mma::shared_memory());
-    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const ChunkIndex index = ChunkIndex::of_cta(a);
     copy_rows<K, kChunk, kThreads>(
         s.k, K + kGap, static_cast<const Bits*>(a.k) + index.row(a, a.key_heads, index.key_head, K),
         int64_t{a.key_heads} * K, index.count(a));
@@ -479,7 +485,7 @@ struct Prepare {
   }
 
   // Inverts a matrix that is not finite: a thread has a column.
-  __device__ void substitute() {
+  __noinline__ __device__ void substitute() {
     const int column = threadIdx.x;
     if (column < kChunk) {
 #pragma unroll 1
@@ -614,20 +620,19 @@ struct Chain {
     constexpr int kSlices = V / kSlice;
     const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
-    State<K> state;
-    bool exact = false;
-#pragma unroll 1
-    for (;;) {
-      s.compute(a, state, sequence_head, column, exact);
-      if (!kDelta || exact || !__syncthreads_or(!state.is_finite())) break;
-      exact = true;
-    }
-    if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
+    if (!s.template compute<false>(a, sequence_head, column)) s.compute_exactly(a, sequence_head, column);
   }
 
-  __device__ void compute(const Arguments& a, State<K>& state, int64_t sequence_head, int column, bool exact) {
+  __noinline__ __device__ void compute_exactly(const Arguments& a, int64_t sequence_head, int column) {
+    compute<true>(a, sequence_head, column);
+  }
+
+  // Returns false if it has to run again.
+  template <bool kExact>
+  __device__ bool compute(const Arguments& a, int64_t sequence_head, int column) {
     Chain& s = *this;
     const int chunks = static_cast<int>(a.chunks);
+    State<K> state;
     state.read(a.before + sequence_head * a.before_stride + column, V);
     for (int c = 0; c < kStages - 1; ++c) {
       if (c < chunks) s.load(a, ChunkIndex(a, sequence_head, c), column);
@@ -662,8 +667,9 @@ struct Chain {
         }
         store_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
         __syncthreads();
-        add_triangle<false>(values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
-                            row, Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part, exact);
+        add_triangle<false, kExact>(
+            values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
+            Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part);
         Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -686,6 +692,9 @@ struct Chain {
       state.share(s.state[0], s.state[1]);
     }
     mma::wait<0>();
+    if (kDelta && !kExact && __syncthreads_or(!state.is_finite())) return false;
+    if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
+    return true;
   }
 };
 
@@ -738,19 +747,18 @@ struct Reverse {
     constexpr int kSlices = V / kSlice;
     const int64_t sequence_head = cta / kSlices;
     const int column = static_cast<int>(cta % kSlices) * kSlice;
-    State<K> dstate;
-    bool exact = false;
-#pragma unroll 1
-    for (;;) {
-      s.compute(a, dstate, sequence_head, column, exact);
-      if (!kDelta || exact || !__syncthreads_or(!dstate.is_finite())) break;
-      exact = true;
-    }
-    dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
+    if (!s.template compute<false>(a, sequence_head, column)) s.compute_exactly(a, sequence_head, column);
   }
 
-  __device__ void compute(const Arguments& a, State<K>& dstate, int64_t sequence_head, int column, bool exact) {
+  __noinline__ __device__ void compute_exactly(const Arguments& a, int64_t sequence_head, int column) {
+    compute<true>(a, sequence_head, column);
+  }
+
+  // Returns false if it has to run again; dbefore, which may be dafter, is not written then.
+  template <bool kExact>
+  __device__ bool compute(const Arguments& a, int64_t sequence_head, int column) {
     Reverse& s = *this;
+    State<K> dstate;
     dstate.read(a.dafter + sequence_head * a.dafter_stride + column, V);
     int next_chunk = static_cast<int>(a.chunks) - 1;
     const auto load_next = [&] {
@@ -789,8 +797,9 @@ struct Reverse {
         }
         store_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
         __syncthreads();
-        add_triangle<true>(dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch},
-                           row, Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part, exact);
+        add_triangle<true, kExact>(
+            dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
+            Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part);
         Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -812,6 +821,9 @@ struct Reverse {
       dstate.share(s.dstate[0], s.dstate[1]);
     }
     mma::wait<0>();
+    if (kDelta && !kExact && __syncthreads_or(!dstate.is_finite())) return false;
+    dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
+    return true;
   }
 };
 
@@ -844,12 +856,12 @@ __device__ inline void decay_scores(Sums<8>& scores, int row, float scale, const
 
 // Adds the product of a warp's 16 rows of scores [64, 64] from `row` on, in two parts, and `values` to sums. Scores after
 // the 16 columns from `last` are 0.
-template <int kTiles>
+template <bool kExact, int kTiles>
 __device__ inline void add_scores(Sums<kTiles>& sums, const Sums<8>& scores, int row, int last, const Bits* values,
-                                  int pitch, bool exact) {
+                                  int pitch) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    if (k * 16 <= last && !(exact && k * 16 > row)) {
+    if (k * 16 <= (kExact ? row : last)) {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -857,7 +869,7 @@ __device__ inline void add_scores(Sums<kTiles>& sums, const Sums<8>& scores, int
         const Split split(pair[0], pair[1]);
         high[i] = split.high, low[i] = split.low;
       }
-      if (exact && k * 16 == row) {
+      if (kExact && k * 16 == row) {
         add_diagonal<false>(sums, high, low, Matrix<false>{values, pitch}, row, 0);
         continue;
       }
@@ -970,8 +982,10 @@ struct Forward {
 
   __device__ static void run(const Arguments& a) {
     // What is not finite in k, v or g stays in the state.
-    if (!compute<false>(a)) compute<true>(a);
+    if (!compute<false>(a)) compute_exactly(a);
   }
+
+  __noinline__ __device__ static void compute_exactly(const Arguments& a) { compute<true>(a); }
 
   // Returns whether the last state is finite.
   template <bool kExact>
@@ -1078,7 +1092,7 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
     }
-    add_scores(o, scores, row, kChunk - 16, stage.v, kPitch, kExact);
+    add_scores<kExact>(o, scores, row, kChunk - 16, stage.v, kPitch);
     Bits* rows = stage.q + row * (K + kGap);
     __syncwarp();
     store_rounded(rows, K + kGap, o);
@@ -1107,7 +1121,7 @@ struct Outputs {
 
   __device__ static void run(const Arguments& a) {
     Outputs& s = *reinterpret_cast<Outputs*>(mma::shared_memory());
-    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const ChunkIndex index = ChunkIndex::of_cta(a);
     const RowBlock keys = index.key_rows(a, K);
     copy_chunk<K, kThreads>(s.q, a.q, keys);
     copy_chunk<K, kThreads>(s.k, a.k, keys);
@@ -1118,6 +1132,15 @@ struct Outputs {
     mma::commit();
     mma::wait<1>();
     __syncthreads();
+    if (!s.template compute<false>(a, index)) s.compute_exactly(a);
+  }
+
+  __noinline__ __device__ void compute_exactly(const Arguments& a) { compute<true>(a, ChunkIndex::of_cta(a)); }
+
+  // Returns false if it has to run again.
+  template <bool kExact>
+  __device__ bool compute(const Arguments& a, const ChunkIndex& index) {
+    Outputs& s = *this;
     const Decays decays{s.decays};
     const int row = threadIdx.x / 32 * 16;
     Sums<8> scores;
@@ -1136,31 +1159,26 @@ struct Outputs {
     const float factors[2] = {a.scale * decays.from_start(row + row_of(0)),
                               a.scale * decays.from_start(row + row_of(2))};
     Sums<V / 8> o;
-    bool exact = false;
-#pragma unroll 1
-    for (;;) {
-      clear(o);
-      add_product(o, Matrix<false>{s.q, K + kGap}, row, Matrix<false>{s.state, V + kGap}, 0, 0, K);
+    clear(o);
+    add_product(o, Matrix<false>{s.q, K + kGap}, row, Matrix<false>{s.state, V + kGap}, 0, 0, K);
 #pragma unroll
-      for (int n = 0; n < V / 8; ++n) {
+    for (int n = 0; n < V / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
-      }
-      add_scores(o, scores, row, row, s.values, V + kGap, exact);
-      // A masked value that is not finite has spoiled a whole column.
-      if (exact || !__any_sync(~0u, !is_finite(nan_unless_finite<true>(o)))) break;
-      exact = true;
+      for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
     }
-    // Through shared memory, so that rows are written whole.
-    __syncthreads();
+    add_scores<kExact>(o, scores, row, row, s.values, V + kGap);
+    // A masked value that is not finite has spoiled a whole column. Afterwards o goes through shared memory, so that rows are
+    // written whole.
+    if (__syncthreads_or(!kExact && !is_finite(nan_unless_finite<true>(o)))) return false;
     store_rounded(s.values + row * (V + kGap), V + kGap, o);
     __syncthreads();
     Bits* to = static_cast<Bits*>(a.out) + index.row(a, a.heads, index.head, V);
-    for (int at = threadIdx.x; at < keys.count * (V / 8); at += kThreads) {
+    for (int at = threadIdx.x; at < index.count(a) * (V / 8); at += kThreads) {
       const int r = at / (V / 8), c = at % (V / 8) * 8;
       *reinterpret_cast<uint4*>(to + r * (int64_t{a.heads} * V) + c) =
           *reinterpret_cast<const uint4*>(s.values + r * (V + kGap) + c);
     }
+    return true;
   }
 };
 
@@ -1177,7 +1195,7 @@ struct LocalGradients {
 
   __device__ static void run(const Arguments& a) {
     LocalGradients& s = *reinterpret_cast<LocalGradients*>(mma::shared_memory());
-    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const ChunkIndex index = ChunkIndex::of_cta(a);
     const RowBlock keys = index.key_rows(a, K);
     copy_chunk<K, kThreads>(s.q, a.q, keys);
     copy_chunk<K, kThreads>(s.k, a.k, keys);
@@ -1194,17 +1212,22 @@ struct LocalGradients {
     decay_scores(scores, row, a.scale, decays);
     store_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
     __syncthreads();
+    if (!s.template compute<false>(a, index, row)) s.compute_exactly(a, row);
+  }
+
+  __noinline__ __device__ void compute_exactly(const Arguments& a, int row) {
+    compute<true>(a, ChunkIndex::of_cta(a), row);
+  }
+
+  // Has a warp write 16 rows from the scores. Returns false if it has to run again, as in `Outputs`.
+  template <bool kExact>
+  __device__ bool compute(const Arguments& a, const ChunkIndex& index, int row) {
+    LocalGradients& s = *this;
     Sums<V / 8> dvalues_local;
-    bool exact = false;
-#pragma unroll 1
-    for (;;) {
-      clear(dvalues_local);
-      add_triangle<true>(dvalues_local, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
-                         Matrix<false>{s.dout, V + kGap}, 0, exact);
-      // As in `Outputs`.
-      if (exact || !__any_sync(~0u, !is_finite(nan_unless_finite<true>(dvalues_local)))) break;
-      exact = true;
-    }
+    clear(dvalues_local);
+    add_triangle<true, kExact>(dvalues_local, Matrix<true, true>{s.scores[0], kChunkPitch, s.scores[1]}, row,
+                               Matrix<false>{s.dout, V + kGap}, 0);
+    if (!kExact && __any_sync(~0u, !is_finite(nan_unless_finite<true>(dvalues_local)))) return false;
     float* to = a.dvalues_local + index.slot(a) * kChunk * V;
 #pragma unroll
     for (int n = 0; n < V / 8; ++n) {
@@ -1214,6 +1237,7 @@ struct LocalGradients {
             make_float2(dvalues_local[n][i], dvalues_local[n][i + 1]);
       }
     }
+    return true;
   }
 };
 
@@ -1254,22 +1278,15 @@ struct Gradients {
 
   __device__ static void run(const Arguments& a) {
     Gradients& s = *reinterpret_cast<Gradients*>(mma::shared_memory());
-    const ChunkIndex index(a, blockIdx.x / a.chunks, blockIdx.x % a.chunks);
+    const ChunkIndex index = ChunkIndex::of_cta(a);
     s.load(a, index);
     const Decays decays{s.decays};
     const int warp = threadIdx.x / 32, half = warp / 4, row = warp % 4 * 16;
     s.scores(a, decays, row, half);
     mma::wait<0>();
     __syncthreads();
-    bool exact = false;
-#pragma unroll 1
-    for (;;) {
-      const bool bad = !s.keys(a, index, decays, row, half, exact);
-      if (!kDelta || !exact) s.write_dv(a, index, decays, row, half, exact);
-      if (exact || !__syncthreads_or(bad)) break;
-      exact = true;
-    }
-    // The gradient of a chunk's whole decay.
+    const bool is_finite = s.template keys<false>(a, index, decays, row, half);
+    s.template write_dv<false>(a, index, decays, row, half);
     float sum = 0.0f;
     for (int at = threadIdx.x; at < K * V / 2; at += kThreads) {
       const int from = at / (V / 2) * (V + kGap) + at % (V / 2) * 2;
@@ -1279,8 +1296,21 @@ struct Gradients {
     }
     sum = sum_column(sum_row(sum));
     if (threadIdx.x % 32 == 0) s.states_sums[warp] = sum;
+    if (__syncthreads_or(!is_finite)) {
+      s.compute_exactly(a, row, half);
+    } else {
+      s.write_dg(a, index, decays);
+    }
+  }
+
+  __noinline__ __device__ void compute_exactly(const Arguments& a, int row, int half) {
+    const ChunkIndex index = ChunkIndex::of_cta(a);
+    const Decays decays{this->decays};
+    keys<true>(a, index, decays, row, half);
+    // dv of the delta rule has no product of a triangle.
+    if constexpr (!kDelta) write_dv<true>(a, index, decays, row, half);
     __syncthreads();
-    s.write_dg(a, index, decays, exact);
+    write_dg_exactly(a, index, decays);
   }
 
   __device__ void load(const Arguments& a, const ChunkIndex& index) {
@@ -1365,7 +1395,8 @@ struct Gradients {
   }
 
   // dq and dk: a warp has 16 rows and half of the columns. Returns whether sums over every operand are finite.
-  __device__ bool keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half, bool exact) {
+  template <bool kExact>
+  __device__ bool keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
     constexpr int kTiles = K / 16;
     const int column = half * (K / 2);
     const Matrix<false> right_q{q, K + kGap}, right_k{k, K + kGap};
@@ -1380,7 +1411,7 @@ struct Gradients {
         x *= a.scale * from_start[i];
         start_sum[i] = fmaf(x, bits_to_float(q[r * (K + kGap) + c]), start_sum[i]);
       });
-      add_triangle<false>(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column, exact);
+      add_triangle<false, kExact>(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column);
       write(a, index, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
     }
     Sums<kTiles> dk;
@@ -1408,7 +1439,7 @@ struct Gradients {
       add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, 0, row + 16);
       add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, row, kChunk);
     }
-    add_triangle<true>(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column, exact);
+    add_triangle<true, kExact>(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column);
     write(a, index, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
     float found = 0.0f;
 #pragma unroll
@@ -1457,8 +1488,8 @@ struct Gradients {
     }
   }
 
-  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half,
-                           bool exact) {
+  template <bool kExact>
+  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
     const int count = index.count(a);
     const int64_t stride = int64_t{a.heads} * V;
     Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V);
@@ -1494,8 +1525,8 @@ struct Gradients {
       clear(dv);
       add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false>{dstate, V + kGap}, column, 0, K);
       for_each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
-      add_triangle<true>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
-                         Matrix<false>{dout, V + kGap}, column, exact);
+      add_triangle<true, kExact>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
+                                 Matrix<false>{dout, V + kGap}, column);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const int r = row + row_of(i);
@@ -1509,27 +1540,43 @@ struct Gradients {
     }
   }
 
-  // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
-  __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays, bool exact) {
-    const int t = threadIdx.x;
-    float states_sum = 0.0f;
+  // The gradient of a chunk's whole decay.
+  __device__ float sum_states(const Decays& decays) const {
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) states_sum += states_sums[i];
-    float sum = decays.total() * states_sum;
-    // Else every sum below is not finite either.
-    exact = exact && is_finite(sum);
-    const float* exponents = exact ? write_exponents() : nullptr;
+    for (int i = 0; i < 8; ++i) sum += states_sums[i];
+    return decays.total() * sum;
+  }
+
+  // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
+  __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays) {
+    const int t = threadIdx.x;
     if (t >= index.count(a)) return;
-#pragma unroll 1
-    for (int i = 0; exact && i < kChunk; ++i) {
-      sum += i >= t ? start[0][i] + start[1][i] : end[0][i] + end[1][i];
-      for (int j = 0; i >= t && j < t; ++j) sum += exponents[i * kChunk + j];
-    }
-    for (int i = 0; !exact && i < kChunk; ++i) {
+    float sum = sum_states(decays);
+    for (int i = 0; i < kChunk; ++i) {
       const float exponent_sum = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
                             (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]);
       sum += i >= t ? exponent_sum : end[0][i] + end[1][i];
     }
+    write_sums(a, index, t, sum);
+  }
+
+  // As `write_dg`, from pairs of tokens around t: what is not finite does not cancel in sums over rows and over columns.
+  __device__ void write_dg_exactly(const Arguments& a, const ChunkIndex& index, const Decays& decays) {
+    const int t = threadIdx.x;
+    float sum = sum_states(decays);
+    // Else all sums are not finite.
+    if (is_finite(sum)) {
+      const float* exponents = write_exponents();
+      for (int i = 0; t < kChunk && i < kChunk; ++i) {
+        sum += i >= t ? start[0][i] + start[1][i] : end[0][i] + end[1][i];
+        for (int j = 0; i >= t && j < t; ++j) sum += exponents[i * kChunk + j];
+      }
+    }
+    if (t < index.count(a)) write_sums(a, index, t, sum);
+  }
+
+  __device__ void write_sums(const Arguments& a, const ChunkIndex& index, int t, float sum) {
     const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
     if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t];
@@ -1596,6 +1643,7 @@ __device__ inline void add_heads(const Arguments& a) {
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
 inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128, kLinearSlice>);
+inline constexpr uint32_t kLinearForwardNarrowShared = sizeof(linear_attention::Forward<128, 128, kLinearSlice / 2>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);

@@ -8,6 +8,9 @@
 //! - `o = E_i q S + (q k' * E) N`, with `E_i` the product of the decays up to token i;
 //! - `S' = E_C S + sum_j E_Cj k_j N_j'`.
 //!
+//! A chunk with NaN or inf runs token by token: 0 times these is NaN, so that products with what is masked would spread
+//! them to earlier tokens.
+//!
 //! Products of decays need no exponentials of differences, and none of them is above 1. (Dao and Gu, 2024,
 //! section 6; Yang, Kautz and Hatamizadeh, 2024, section 3.3.)
 
@@ -282,6 +285,14 @@ impl Job for Forward<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { chunk, state, has_outputs } = self;
+        if !chunk.is_finite(has_outputs, false) {
+            for token in 0..chunk.count {
+                chunk.decay_state(token, state);
+                chunk.solve_token(token, state);
+                chunk.add_token(token, state, has_outputs);
+            }
+            return;
+        }
         chunk.prepare(s, has_outputs);
         chunk.solve(state);
         let (isa, count, [key_width, value_width]) = (chunk.isa, chunk.count, chunk.columns);
@@ -309,6 +320,10 @@ impl Job for Backward<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { chunk, state, dstate } = self;
+        if !chunk.is_finite(true, true) {
+            chunk.backward_by_tokens(s, state, dstate);
+            return;
+        }
         chunk.prepare(s, true);
         chunk.solve(state);
         let (isa, count, [key_width, value_width]) = (chunk.isa, chunk.count, chunk.columns);
@@ -434,6 +449,117 @@ impl Chunk {
             *at += dot(s, &self.scaled_k[keys.clone()], &self.k[keys.clone()]);
             let entries = self.dk[keys.clone()].iter_mut().zip(&self.scaled_k[keys]);
             entries.for_each(|(to, x)| *to += x);
+        }
+    }
+}
+
+impl Chunk {
+    /// Whether all operands are finite: q if it `has_queries`, and the cotangent if it `has_cotangent`.
+    #[inline(always)]
+    fn is_finite(&self, has_queries: bool, has_cotangent: bool) -> bool {
+        let [key_width, value_width] = self.columns;
+        [
+            (&self.q, if has_queries { key_width } else { 0 }),
+            (&self.k, key_width),
+            (&self.v, value_width),
+            (&self.cotangent, if has_cotangent { value_width } else { 0 }),
+            (&self.g, 1),
+            (&self.b, usize::from(self.delta)),
+        ]
+        .into_iter()
+        .all(|(array, width)| {
+            // Without branches, so that these are instructions of vectors.
+            let array = &array[..self.count * width];
+            !array.iter().fold(false, |found, x| found | !x.is_finite())
+        })
+    }
+
+    /// Multiplies the state by a token's decay.
+    #[inline(always)]
+    fn decay_state(&self, token: usize, state: &mut [f32]) {
+        let decay = self.g[token].exp();
+        state[..self.keys * self.columns[1]].iter_mut().for_each(|x| *x *= decay);
+    }
+
+    /// Sets a token's row of N, and what it is solved from, from the decayed state.
+    #[inline(always)]
+    fn solve_token(&mut self, token: usize, state: &[f32]) {
+        let [key_width, value_width] = self.columns;
+        let values = token * value_width..(token + 1) * value_width;
+        let new = &mut self.new[values.clone()];
+        new.copy_from_slice(&self.v[values.clone()]);
+        if !self.delta {
+            return;
+        }
+        let keys = &self.k[token * key_width..][..self.keys];
+        for (key, row) in keys.iter().zip(state.chunks_exact(value_width)) {
+            new.iter_mut().zip(row).for_each(|(new, x)| *new -= key * x);
+        }
+        self.unseen[values].copy_from_slice(new);
+        new.iter_mut().for_each(|new| *new *= self.b[token]);
+    }
+
+    /// Adds a token to the decayed state, and sets its row of o if it `has_outputs`.
+    #[inline(always)]
+    fn add_token(&mut self, token: usize, state: &mut [f32], has_outputs: bool) {
+        let [key_width, value_width] = self.columns;
+        let new = &self.new[token * value_width..][..value_width];
+        let o = &mut self.o[token * value_width..][..value_width];
+        if has_outputs {
+            o.fill(0.0);
+        }
+        let keys = self.k[token * key_width..][..self.keys].iter();
+        let queries = self.q[token * key_width..][..self.keys].iter();
+        for ((key, query), row) in keys.zip(queries).zip(state.chunks_exact_mut(value_width)) {
+            row.iter_mut().zip(new).for_each(|(x, new)| *x += key * new);
+            if has_outputs {
+                o.iter_mut().zip(row).for_each(|(o, x)| *o += query * *x);
+            }
+        }
+    }
+
+    /// As `backward`, by the derivative of the recurrence.
+    #[inline(always)]
+    fn backward_by_tokens<S: Simd>(&mut self, s: S, state: &[f32], dstate: &mut [f32]) {
+        let (count, [key_width, value_width]) = (self.count, self.columns);
+        // The decayed state of each token.
+        let mut states = Vec::with_capacity(count);
+        let mut last = state.to_vec();
+        for token in 0..count {
+            self.decay_state(token, &mut last);
+            states.push(last.clone());
+            self.solve_token(token, &last);
+            self.add_token(token, &mut last, false);
+        }
+        let mut dnew = vec![0.0; value_width];
+        for (token, state) in states.iter().enumerate().rev() {
+            let values = token * value_width..(token + 1) * value_width;
+            let (new, cotangent) = (&self.new[values.clone()], &self.cotangent[values.clone()]);
+            let new_cotangent = dot(s, new, cotangent);
+            dnew.fill(0.0);
+            let rows = state.chunks_exact(value_width).zip(dstate.chunks_exact_mut(value_width));
+            for (at, (row, drow)) in (token * key_width..).zip(rows).take(self.keys) {
+                self.dq[at] = dot(s, row, cotangent) + self.k[at] * new_cotangent;
+                drow.iter_mut().zip(cotangent).for_each(|(x, do_)| *x += self.q[at] * do_);
+                self.dk[at] = dot(s, drow, new);
+                dnew.iter_mut().zip(&*drow).for_each(|(sum, x)| *sum += self.k[at] * x);
+            }
+            if self.delta {
+                self.db[token] = dot(s, &dnew, &self.unseen[values.clone()]);
+                dnew.iter_mut().for_each(|x| *x *= self.b[token]);
+            }
+            let (decay, mut dg) = (self.g[token].exp(), 0.0);
+            let rows = state.chunks_exact(value_width).zip(dstate.chunks_exact_mut(value_width));
+            for (at, (row, drow)) in (token * key_width..).zip(rows).take(self.keys) {
+                if self.delta {
+                    self.dk[at] -= dot(s, row, &dnew);
+                    drow.iter_mut().zip(&dnew).for_each(|(x, dnew)| *x -= self.k[at] * dnew);
+                }
+                dg += dot(s, row, drow);
+                drow.iter_mut().for_each(|x| *x *= decay);
+            }
+            self.dg[token] = dg;
+            self.o[values].copy_from_slice(&dnew);
         }
     }
 }

@@ -13,6 +13,10 @@ groups of chunks. The backward pass has the arguments and the state before each 
 every few, and recomputes the rest a group at a time. Arrays of a group have these axes: n, chunks;
 b, batch; h, heads of keys; r, heads of values that share a head of keys; i and j, tokens of a
 chunk; k and v, columns.
+
+NaN and inf reach no token that the recurrence keeps them from. GEMMs with a triangle, where 0 times
+NaN is NaN, have 0 for what is not finite, and results are NaN where an entry that is not masked
+meets such a number.
 """
 
 import math
@@ -226,18 +230,22 @@ class Program:
 
     def _terms(self, chunks: Chunks) -> Terms:
         # Sums of multiples of 1 / 1024 are exact, so that small differences of large ones are too.
-        steps = jnp.round(chunks.g * STEPS) / STEPS
+        g = _finite(chunks.g)
+        steps = jnp.round(g * STEPS) / STEPS
         lower = _lower(self.chunk)
-        high, low = (_sums("nbhrj,ij->nbhri", x, lower) for x in (steps, chunks.g - steps))
+        high, low = (_sums("nbhrj,ij->nbhri", x, lower) for x in (steps, g - steps))
+        # The last g up to a token that is not finite: decays over it are NaN.
+        last = _maxima_before(_place_of_bad(chunks.g, -1))
         differences = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
+        differences = jnp.where(last[..., None] > jnp.arange(self.chunk), jnp.nan, differences)
         decay = jnp.exp(jnp.where(lower > 0, differences, LEAST_LOG_DECAY))
-        from_start = jnp.exp(high + low)[..., None]
+        from_start = jnp.exp(jnp.where(last < 0, high + low, jnp.nan))[..., None]
         to_end = decay[..., -1, :, None]
         if chunks.b is None:
             return Terms(decay, from_start, to_end, None, None)
         kk = self._dot("nbhik,nbhjk->nbhij", chunks.k, chunks.k)[:, :, :, None]
         kk = _strictly_lower(kk * decay)
-        return Terms(decay, from_start, to_end, kk, invert_unit_lower(chunks.b[..., None] * kk))
+        return Terms(decay, from_start, to_end, kk, _invert(chunks.b[..., None] * kk))
 
     def _solve(self, state: jax.Array, chunks: Chunks, terms: Terms) -> tuple[jax.Array, Solved]:
         """Returns the state after a group, and what its chunks have."""
@@ -249,7 +257,7 @@ class Program:
         def step(state: jax.Array, xs: Any) -> Any:
             (_, k, v, _, b), terms = xs
             unseen = v - terms.from_start * self._dot("bhik,bhrkv->bhriv", k, state)
-            new = self._dot("bhrij,bhrjv->bhriv", terms.inverse, b[..., None] * unseen)
+            new = self._lower_dot("bhrij,bhrjv->bhriv", terms.inverse, b[..., None] * unseen)
             added = self._dot("bhjk,bhrjv->bhrkv", k, terms.to_end * new)
             after = terms.from_start[..., -1:, :] * state + added
             return after, Solved(state, new, unseen)
@@ -259,9 +267,12 @@ class Program:
 
     def _outputs(self, chunks: Chunks, terms: Terms, solved: Solved) -> jax.Array:
         """Returns o, n b h r i v."""
-        scores = self._dot("nbhik,nbhjk->nbhij", chunks.q, chunks.k)[:, :, :, None] * terms.decay
+        qk = self._dot("nbhik,nbhjk->nbhij", chunks.q, chunks.k)[:, :, :, None]
+        scores = _masked(qk * terms.decay)
         seen = self._dot("nbhik,nbhrkv->nbhriv", chunks.q, solved.states)
-        return terms.from_start * seen + self._dot("nbhrij,nbhrjv->nbhriv", scores, solved.new)
+        return terms.from_start * seen + self._lower_dot(
+            "nbhrij,nbhrjv->nbhriv", scores, solved.new
+        )
 
     def _gradients(
         self, chunks: Chunks, state: jax.Array, do: jax.Array, dstate: jax.Array
@@ -272,13 +283,14 @@ class Program:
         decay, from_start, to_end, kk, _ = terms
         _, (states, new, unseen) = self._solve(state, chunks, terms)
         qk = dot("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
-        before, dstates, dnew = self._solve_transposed(chunks, terms, qk * decay, do, dstate)
-        dscores = dot("nbhriv,nbhrjv->nbhrij", do, new) * decay
+        scores = _masked(qk * decay)
+        before, dstates, dnew = self._solve_transposed(chunks, terms, scores, do, dstate)
+        dscores = _masked(dot("nbhriv,nbhrjv->nbhrij", do, new) * decay)
         dqk = dscores.sum(3)
         dq_seen = from_start * dot("nbhriv,nbhrkv->nbhrik", do, states)
         dk_added = to_end * dot("nbhrjv,nbhrkv->nbhrjk", new, dstates)
-        dq = dq_seen.sum(3) + dot("nbhij,nbhjk->nbhik", dqk, k)
-        dk = dk_added.sum(3) + dot("nbhij,nbhik->nbhjk", dqk, q)
+        dq = dq_seen.sum(3) + self._lower_dot("nbhij,nbhjk->nbhik", dqk, k)
+        dk = dk_added.sum(3) + self._upper_dot("nbhij,nbhik->nbhjk", dqk, q)
         # Gradients of the exponents G_i - G_j, G_i and G_C - G_j. The first and the last are 0
         # where i = j and j = C: these gradients are left out, as they cancel but for rounding.
         dexponent = _strictly_lower(dscores * qk)
@@ -286,7 +298,7 @@ class Program:
         dexponent_end = (dk_added * k[:, :, :, None]).sum(-1)
         dv, db = dnew, None
         if b is not None and kk is not None and unseen is not None:
-            dlower = -dot("nbhriv,nbhrjv->nbhrij", dnew, new)
+            dlower = -_strictly_lower(dot("nbhriv,nbhrjv->nbhrij", dnew, new))
             db = (dlower * kk).sum(-1) + (dnew * unseen).sum(-1)
             dexponent = dexponent + b[..., None] * dlower * kk
             dkk = _strictly_lower(b[..., None] * dlower * decay).sum(3)
@@ -295,12 +307,36 @@ class Program:
             dk_seen = -from_start * dot("nbhriv,nbhrkv->nbhrik", dv, states)
             dk = dk + dk_seen.sum(3)
             dexponent_start = dexponent_start + (dk_seen * k[:, :, :, None]).sum(-1)
-        # g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
-        dsum = dexponent_start + dexponent.sum(-1) - dexponent.sum(-2)
-        dg = _sums("nbhri,ij->nbhrj", dsum, _lower(self.chunk))
-        dg = dg + _sums("nbhrj,ij->nbhri", dexponent_end, _lower(self.chunk, -1))
+        dg = self._sum_exponents(dexponent_start, dexponent_end, dexponent)
         dg = dg + from_start[..., -1, :] * (dstates * states).sum((-2, -1))[..., None]
         return Chunks(dq, dk, dv, dg, db), before
+
+    def _sum_exponents(self, start: jax.Array, end: jax.Array, pairs: jax.Array) -> jax.Array:
+        """Returns dg from gradients of exponents: of G_i, of G_C - G_j, and of G_i - G_j for i > j.
+
+        g_t is a term of G_i for t <= i, of G_C - G_j for t > j, and of G_i - G_j for i >= t > j.
+        """
+        finite = _finite(pairs)
+        dsum = _finite(start) + finite.sum(-1) - finite.sum(-2)
+        dg = _sums("nbhri,ij->nbhrj", dsum, _lower(self.chunk))
+        dg = dg + _sums("nbhrj,ij->nbhri", _finite(end), _lower(self.chunk, -1))
+        # The last i of what is not finite, in pairs with j < t too, and the first j.
+        last = _maxima_before(_place_of_bad(pairs, -2).max(-2), -1)
+        last = jnp.maximum(last, _place_of_bad(start, -1).max(-1, keepdims=True))
+        first = _first_of_bad(end, -1)
+        t = jnp.arange(self.chunk)
+        return jnp.where((last >= t) | (first < t), jnp.nan, dg)
+
+    def _lower_dot(self, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns x y of x [.., i, j], which is 0 where i < j, and rows y [.., j, columns]."""
+        i = jnp.arange(x.shape[-1])[:, None]
+        return jnp.where(_first_of_bad(y, -2) <= i, jnp.nan, self._dot(axes, x, _finite(y)))
+
+    def _upper_dot(self, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns x' y of x [.., i, j], which is 0 where i < j, and rows y [.., i, columns]."""
+        j = jnp.arange(x.shape[-1])[:, None]
+        last = _place_of_bad(y, -2).max(-2, keepdims=True)
+        return jnp.where(last >= j, jnp.nan, self._dot(axes, x, _finite(y)))
 
     def _solve_transposed(
         self, chunks: Chunks, terms: Terms, scores: jax.Array, do: jax.Array, dstate: jax.Array
@@ -314,12 +350,12 @@ class Program:
         def step(dstate: jax.Array, xs: Any) -> Any:
             (_, k, _, _, b), (_, from_start, to_end, _, inverse), dnew, dseen = xs
             dnew = dnew + to_end * dot("bhjk,bhrkv->bhrjv", k, dstate)
-            dnew = dot("bhrij,bhriv->bhrjv", inverse, dnew)
+            dnew = self._upper_dot("bhrij,bhriv->bhrjv", inverse, dnew)
             dunseen = b[..., None] * from_start * dnew
             before = from_start[..., -1:, :] * dstate + dseen
             return before - dot("bhik,bhriv->bhrkv", k, dunseen), (dnew, dstate)
 
-        dnew = dot("nbhrij,nbhriv->nbhrjv", scores, do)
+        dnew = self._upper_dot("nbhrij,nbhriv->nbhrjv", scores, do)
         dseen = dot("nbhik,nbhriv->nbhrkv", chunks.q, terms.from_start * do)
         if chunks.b is None:
             whole = terms.from_start[..., -1, 0]
@@ -358,6 +394,49 @@ def _lower(size: int, diagonal: int = 0) -> jax.Array:
 def _strictly_lower(x: jax.Array) -> jax.Array:
     """Returns x [.., size, size] with zeros on and above the diagonal."""
     return jnp.where(_lower(x.shape[-1], -1) > 0, x, 0.0)
+
+
+def _masked(x: jax.Array) -> jax.Array:
+    """Returns x [.., size, size] with zeros above the diagonal."""
+    return jnp.where(_lower(x.shape[-1]) > 0, x, 0.0)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Returns x with zeros for what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
+def _places(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the indices along an axis of x, of the rank that broadcasts against x."""
+    return jnp.arange(x.shape[axis]).reshape(-1, *[1] * (-1 - axis))
+
+
+def _place_of_bad(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the index along an axis of what is not finite, else -1, in the shape of x."""
+    return jnp.where(jnp.isfinite(x), -1, _places(x, axis))
+
+
+def _first_of_bad(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the least index along an axis of what is not finite, else the size of the axis."""
+    size = x.shape[axis]
+    return jnp.where(jnp.isfinite(x), size, _places(x, axis)).min(axis, keepdims=True)
+
+
+def _maxima_before(places: jax.Array, diagonal: int = 0) -> jax.Array:
+    """Returns maxima of indices [.., i], each of those up to a diagonal of [i, i]; -1 of none."""
+    lower = _lower(places.shape[-1], diagonal) > 0
+    return jnp.where(lower, places[..., None, :], -1).max(-1)
+
+
+def _invert(a: jax.Array) -> jax.Array:
+    """Returns (I + A)^-1 [.., i, j] of A [.., i, j], which is masked here where i <= j.
+
+    An entry depends on those of A alone whose indices are from j to i.
+    """
+    a = _strictly_lower(a)
+    last = _maxima_before(_place_of_bad(a, -1).max(-1))
+    places = jnp.arange(a.shape[-1])
+    return jnp.where(last[..., None] >= places, jnp.nan, invert_unit_lower(_finite(a)))
 
 
 def _sums(axes: str, x: jax.Array, ones: jax.Array) -> jax.Array:
