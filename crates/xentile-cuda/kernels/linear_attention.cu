@@ -11,6 +11,10 @@ using namespace xentile;
 
 LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 
+#define LINEAR_FORWARD(name, columns, part, K, V)                                               \
+  LINEAR_KERNEL(name##_##K##_##V, kLinearThreads, 2,                                            \
+                linear_attention::Forward<K, V, columns, linear_attention::Part::part>::run(a))
+
 #define LINEAR_OF_KEYS(K)                                                                       \
   LINEAR_KERNEL(prepare_##K, 128, 3, linear_attention::Prepare<K>::run(a))                      \
   LINEAR_KERNEL(heads_##K, kLinearThreads, 1, linear_attention::add_heads<K>(a))
@@ -23,16 +27,17 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_KERNEL(forward_##K##_##V, kLinearThreads, 2,                                           \
-                linear_attention::Forward<K, V, kLinearSlice>::run(a))                          \
-  LINEAR_KERNEL(forward_narrow_##K##_##V, kLinearThreads, 2,                                    \
-                linear_attention::Forward<K, V, kLinearSlice / 2>::run(a))                      \
+  LINEAR_FORWARD(forward, kLinearSlice, kWhole, K, V)                                           \
+  LINEAR_FORWARD(forward_narrow, kLinearSlice / 2, kWhole, K, V)                                \
+  LINEAR_FORWARD(forward_sums, kLinearSlice, kSums, K, V)                                       \
+  LINEAR_FORWARD(forward_outputs, kLinearSlice, kOutputs, K, V)                                 \
+  LINEAR_KERNEL(combine_##K##_##V, kLinearThreads, 1, linear_attention::combine(a, K * V))      \
   LINEAR_KERNEL(chain_##K##_##V, kLinearThreads, 1,                                             \
                 linear_attention::Chain<K, V, true>::run(a, blockIdx.x))                        \
   LINEAR_KERNEL(reverse_##K##_##V, kLinearThreads, 1,                                           \
                 linear_attention::Reverse<K, V, true>::run(a, blockIdx.x))                      \
   LINEAR_KERNEL(outputs_##K##_##V, 128, 2, linear_attention::Outputs<K, V>::run(a))             \
-  LINEAR_KERNEL(pull_##K##_##V, 128, 2, linear_attention::LocalGradients<K, V>::run(a))         \
+  LINEAR_KERNEL(pull_##K##_##V, 128, 3, linear_attention::LocalGradients<K, V>::run(a))         \
   LINEAR_KERNEL(chains_##K##_##V, kLinearThreads, 1,                                            \
                 if (blockIdx.x < a.reversed) linear_attention::Chain<K, V, false>::run(a, blockIdx.x); \
                 else linear_attention::Reverse<K, V, false>::run(a, blockIdx.x - a.reversed))

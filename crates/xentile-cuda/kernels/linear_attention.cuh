@@ -900,8 +900,14 @@ __device__ inline void store_rounded(Bits* to, int pitch, const Sums<kTiles>& su
 
 // o and the state after each group, without b: a CTA has a head and kColumns columns of values. Four warps have o, 16 rows of a
 // chunk each; four have the state, in f32, and share it in bf16 for the next chunk. The group of `Arguments` is the first.
-template <int K, int V, int kColumns>
+//
+// Where few heads leave multiprocessors idle, a CTA has a group too, in two passes: kSums makes the states after groups from
+// states of 0 (but for the first), `combine` adds to each what the one before it becomes, and kOutputs begins with these.
+enum class Part { kWhole, kSums, kOutputs };
+
+template <int K, int V, int kColumns, Part kPart = Part::kWhole>
 struct Forward {
+  static constexpr bool kGrouped = kPart != Part::kWhole;
   static constexpr int kTiles = kColumns / 8, kPitch = kColumns + kGap;
   static constexpr int kStateRows = K / 4;
 
@@ -982,7 +988,7 @@ struct Forward {
 
   __device__ static void run(const Arguments& a) {
     // What is not finite in k, v or g stays in the state.
-    if (!compute<false>(a)) compute_exactly(a);
+    if (!compute<false>(a) && kPart != Part::kSums) compute_exactly(a);
   }
 
   __noinline__ __device__ static void compute_exactly(const Arguments& a) { compute<true>(a); }
@@ -993,8 +999,10 @@ struct Forward {
     Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
     constexpr int kSlices = V / kColumns;
     const int column = static_cast<int>(blockIdx.x % kSlices) * kColumns;
-    const ChunkIndex index(a, blockIdx.x / kSlices, 0);
-    const int chunks = static_cast<int>(a.all_chunks), group = static_cast<int>(a.chunks);
+    const int group = static_cast<int>(a.chunks), groups = kGrouped ? static_cast<int>((a.all_chunks + a.chunks - 1) / a.chunks) : 1;
+    const int own_group = static_cast<int>(blockIdx.x / kSlices % groups);
+    const ChunkIndex index(a, blockIdx.x / kSlices / groups, own_group * group);
+    const int rest = static_cast<int>(a.all_chunks) - index.chunk, chunks = kGrouped ? min(group, rest) : rest;
     const int64_t keys = index.row(a, a.key_heads, index.key_head, K), key_stride = int64_t{a.key_heads} * K;
     const int64_t values = index.row(a, a.heads, index.head, V) + column, value_stride = int64_t{a.heads} * V;
     const Bits* q = static_cast<const Bits*>(a.q) + keys;
@@ -1002,12 +1010,15 @@ struct Forward {
     const Bits* v = static_cast<const Bits*>(a.v) + values;
     Bits* out = static_cast<Bits*>(a.out) + values;
     const float* all_decays = index.decays(a);
-    const auto count = [&](int c) { return static_cast<int>(min(int64_t{kChunk}, a.tokens - int64_t{c} * kChunk)); };
+    const int64_t tokens = a.tokens - index.token(a);
+    const auto count = [&](int c) { return static_cast<int>(min(int64_t{kChunk}, tokens - int64_t{c} * kChunk)); };
     const auto load = [&](int c) {
       if (c < chunks) {
         Stage& stage = s.stages[c % 2];
         const int64_t token = int64_t{c} * kChunk;
-        copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
+        if constexpr (kPart != Part::kSums) {
+          copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
+        }
         copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, k + token * key_stride, key_stride, count(c));
         copy_rows<kColumns, kChunk, kThreads>(stage.v, kPitch, v + token * value_stride, value_stride, count(c));
         copy_decays(stage.decays, all_decays + int64_t{c} * kDecays);
@@ -1026,25 +1037,30 @@ struct Forward {
     if (warp < 4) {
       for (int c = 0; c < chunks; ++c) {
         step(c);
-        write_outputs<kExact>(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale,
-                              out + int64_t{c} * kChunk * value_stride, value_stride, count(c));
+        if constexpr (kPart != Part::kSums) {
+          write_outputs<kExact>(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale,
+                                out + int64_t{c} * kChunk * value_stride, value_stride, count(c));
+        }
       }
     } else {
       const int row = (warp - 4) * kStateRows;
       Rows state;
-      const float* before = a.before + index.sequence_head * a.before_stride + column;
+      float* after = a.after + index.sequence_head * a.after_stride + int64_t{own_group} * K * V + column;
+      const float* before = kPart == Part::kOutputs && own_group > 0
+                                ? after - K * V
+                                : a.before + index.sequence_head * a.before_stride + column;
       state.for_pairs(row, [&](int r, int c, float& left, float& right) {
-        const float2 pair = *reinterpret_cast<const float2*>(before + r * V + c);
+        const float2 pair = kPart == Part::kSums && own_group > 0 ? make_float2(0.0f, 0.0f)
+                                                                  : *reinterpret_cast<const float2*>(before + r * V + c);
         left = pair.x, right = pair.y;
       });
       state.share(s.state[0], row);
-      float* after = a.after + index.sequence_head * a.after_stride + column;
       int left_of_group = group;
       for (int c = 0; c < chunks; ++c) {
         step(c);
         state.add(s.stages[c % 2], row);
-        state.share(s.state[(c + 1) % 2], row);
-        if (--left_of_group == 0 || c + 1 == chunks) {
+        if constexpr (kPart != Part::kSums) state.share(s.state[(c + 1) % 2], row);
+        if (kPart != Part::kOutputs && (--left_of_group == 0 || c + 1 == chunks)) {
           state.for_pairs(row, [&](int r, int column, float left, float right) {
             *reinterpret_cast<float2*>(after + r * V + column) = make_float2(left, right);
           });
@@ -1107,6 +1123,25 @@ struct Forward {
     }
   }
 };
+
+// Adds to the states after groups what the states before them become: a thread has four elements of a head's state.
+__device__ inline void combine(const Arguments& a, int elements) {
+  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4, sequence_head = at / elements;
+  if (sequence_head >= int64_t{a.sequences} * a.heads) return;
+  float* after = a.after + sequence_head * a.after_stride + at % elements;
+  float4 state = *reinterpret_cast<const float4*>(after);
+  const float* sums = a.decays + sequence_head * a.all_chunks * kDecays;
+  for (uint32_t chunk = a.chunks; chunk < a.all_chunks; chunk += a.chunks) {
+    float decay = 1.0f;
+#pragma unroll 4
+    for (uint32_t c = chunk; c < min(chunk + a.chunks, a.all_chunks); ++c) decay *= Decays{sums + c * kDecays}.total();
+    after += elements;
+    const float4 added = *reinterpret_cast<const float4*>(after);
+    state = make_float4(fmaf(decay, state.x, added.x), fmaf(decay, state.y, added.y), fmaf(decay, state.z, added.z),
+                        fmaf(decay, state.w, added.w));
+    *reinterpret_cast<float4*>(after) = state;
+  }
+}
 
 // o of a chunk, of the delta rule.
 template <int K, int V>

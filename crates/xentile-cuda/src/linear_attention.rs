@@ -56,6 +56,7 @@ numbers! {
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
     FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
+    FORWARD_NARROW_SHARED: u32 = kLinearForwardNarrowShared, 89600;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
@@ -122,7 +123,7 @@ pub struct Outputs {
 pub struct Scratch {
     /// `[B, H', chunks, 192]`.
     pub decays: *mut f32,
-    /// `[B, H', N, K, V]` in bf16.
+    /// `[B, H', N, K, V]` in bf16, but for a forward pass without b.
     pub states: *mut c_void,
     /// `[B, H', N, 8192]` in bf16, of the delta rule.
     pub inverse: *mut c_void,
@@ -184,6 +185,12 @@ pub struct LinearAttention {
 enum Kernel {
     Decays,
     Forward,
+    /// `Forward` with half as many columns a CTA.
+    ForwardNarrow,
+    /// `Forward` with a CTA for each group: its states, sums of these, and o.
+    ForwardSums,
+    Combine,
+    ForwardOutputs,
     Prepare,
     Chain,
     Outputs,
@@ -243,14 +250,12 @@ impl LinearAttention {
         use Kernel as K;
         let device = Device::current()?;
         let all: &[Kernel] = match (backward, self.delta) {
-            (false, false) => &[K::Decays, K::Forward],
-            (false, true) => &[K::Decays, K::Prepare, K::Chain, K::Outputs],
-            (true, false) => &[K::Decays, K::Chains, K::Gradients, K::Heads],
-            (true, true) => {
-                &[K::Decays, K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads]
-            }
+            (false, false) => self.forward_kernels(device),
+            (false, true) => &[K::Prepare, K::Chain, K::Outputs],
+            (true, false) => &[K::Chains, K::Gradients, K::Heads],
+            (true, true) => &[K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads],
         };
-        for &kernel in all {
+        for &kernel in all.iter().chain(&[K::Decays]) {
             // SAFETY: passed on from this function's contract.
             unsafe { library::kept_kernel(&self.name(kernel), device, stream) }?;
         }
@@ -284,8 +289,11 @@ impl LinearAttention {
         if !self.delta {
             self.begin(0, &mut all, operands.initial_state, outputs.states);
             all.after = outputs.states;
-            // SAFETY: passed on from this function's contract.
-            return unsafe { self.launch(Kernel::Forward, stream, &all) };
+            for &kernel in self.forward_kernels(Device::current()?) {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.launch(kernel, stream, &all) }?;
+            }
+            return Ok(());
         }
         for group in 0..self.groups() {
             self.begin(group, &mut all, operands.initial_state, outputs.states);
@@ -384,6 +392,19 @@ impl LinearAttention {
         self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
     }
 
+    /// The kernels of a forward pass without b after the decays. Where half of the multiprocessors would be idle, groups run
+    /// at once, for a second pass over k and v, or narrow CTAs compute scores again.
+    fn forward_kernels(&self, device: &Device) -> &'static [Kernel] {
+        use Kernel as K;
+        if 2 * self.slices() > device.limits().multiprocessors as usize {
+            &[K::Forward]
+        } else if self.groups() == 1 {
+            &[K::ForwardNarrow]
+        } else {
+            &[K::ForwardSums, K::Combine, K::ForwardOutputs]
+        }
+    }
+
     /// Sets the arguments of a group, and those of the state before it.
     fn begin(&self, group: usize, all: &mut Arguments, initial: *const f32, states: *const f32) {
         let first = group * self.shape.group;
@@ -465,6 +486,10 @@ impl LinearAttention {
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
             Kernel::Forward => "forward",
+            Kernel::ForwardNarrow => "forward_narrow",
+            Kernel::ForwardSums => "forward_sums",
+            Kernel::Combine => "combine",
+            Kernel::ForwardOutputs => "forward_outputs",
             Kernel::Pull => "pull",
             Kernel::Chains => "chains",
             Kernel::Chain => "chain",
@@ -492,8 +517,15 @@ impl LinearAttention {
         let with_vector = |bytes: usize| 16 + if self.delta { bytes } else { 0 };
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
-            Kernel::Decays | Kernel::Heads => 0,
-            Kernel::Forward => 2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice,
+            Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
+            Kernel::Forward
+            | Kernel::ForwardNarrow
+            | Kernel::ForwardSums
+            | Kernel::ForwardOutputs => {
+                let slice = if kernel == Kernel::ForwardNarrow { slice / 2 } else { slice };
+                let (slice_bytes, state_slice) = (rows(chunk, slice), rows(self.shape.keys, slice));
+                2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice
+            }
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
             Kernel::Chain => {
                 stages * (key_bytes + slice_bytes + decays + with_vector(2 * square))
@@ -533,7 +565,11 @@ impl LinearAttention {
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
             Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
-            Kernel::Chains => 2 * self.slices(),
+            Kernel::ForwardNarrow | Kernel::Chains => 2 * self.slices(),
+            Kernel::ForwardSums | Kernel::ForwardOutputs => self.groups() * self.slices(),
+            Kernel::Combine => {
+                (sequences * heads * self.state_elements()).div_ceil(4 * THREADS as usize)
+            }
             Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
             Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
                 sequences * heads * chunks
@@ -601,6 +637,7 @@ mod tests {
             [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
         for (call, kernel, right) in [
             (plain, Kernel::Forward, FORWARD_SHARED),
+            (plain, Kernel::ForwardNarrow, FORWARD_NARROW_SHARED),
             (delta, Kernel::Prepare, PREPARE_SHARED),
             (plain, Kernel::Chain, CHAIN_SHARED),
             (plain, Kernel::Reverse, REVERSE_SHARED),
@@ -622,6 +659,8 @@ mod tests {
         assert_eq!((call.chunks(), call.groups(), call.slices()), (16, 4, 24));
         assert_eq!(call.ctas(Kernel::Heads, 4), 64);
         assert_eq!(call.ctas(Kernel::Decays, 4), 12);
+        assert_eq!(call.ctas(Kernel::ForwardSums, 4), 96);
+        assert_eq!(call.ctas(Kernel::Combine, 4), 96);
         assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_128_128");
         let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
         assert_eq!(message(Shape { keys: 96, ..SHAPE }), "K is 96; it must be 64 or 128");

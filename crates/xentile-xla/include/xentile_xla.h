@@ -335,7 +335,7 @@ struct XLA_FFI_Error* xentile_linear_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_linear_attention_forward: Linear attention, or with b the gated delta rule, and the
  * state after each group of chunks. (q, k, v, g, b, initial_state) -> (o, states, decays,
- * chunk_states, inverse, values). */
+ * inverse, values, chunk_states). */
 struct XLA_FFI_Error* xentile_linear_attention_forward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_attention_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
@@ -343,8 +343,8 @@ struct XLA_FFI_Error* xentile_linear_attention_forward_cuda(struct XLA_FFI_CallF
 
 /* xentile_linear_attention_backward: The gradients of all arguments, from the states that
  * forward gave and the cotangents of o and of the final state. (q, k, v, g, b, initial_state,
- * states, do, dfinal_state) -> (dq, dk, dv, dg, db, dinitial_state, decays, chunk_states,
- * inverse, values, chunk_dstates, dvalues_local, dsolved, dq_parts, dk_parts). */
+ * states, do, dfinal_state) -> (dq, dk, dv, dg, db, dinitial_state, decays, inverse, values,
+ * chunk_states, chunk_dstates, dvalues_local, dsolved, dq_parts, dk_parts). */
 struct XLA_FFI_Error* xentile_linear_attention_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);

@@ -27,15 +27,16 @@ const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
 /// The state after each group of chunks; the last is the final state.
 const STATES: &str = "*batch G T/group_tokens K V";
 
-/// On GPUs, sums of g and b in chunks, and what a group of chunks needs: its states before chunks, and with b its
-/// inverses and the values that enter its states. CPUs take all scratch and touch none.
+/// On GPUs, sums of g and b in chunks, and what a group of chunks needs: with b its inverses and the values that enter
+/// its states, and its states before chunks, which a forward pass without b keeps to itself. CPUs take all scratch and
+/// touch none.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
-const CHUNK_STATES: ArrayDecl =
-    scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q);
 const INVERSE: ArrayDecl =
     scratch("inverse", "*batch G T/groups_times_chunk 8192", LIKE_Q).given(DELTA);
 const VALUES: ArrayDecl =
     scratch("values", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA);
+const CHUNK_STATES: ArrayDecl =
+    scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q);
 
 /// A group has `group_tokens`, a multiple of 64. `groups_times_chunk` is 64 times the number of groups:
 /// T / groups_times_chunk, rounded up, is the number of chunks of a group.
@@ -56,9 +57,9 @@ pub(crate) const FORWARD: Declaration = Declaration {
         output("o", "*batch T G V", LIKE_Q),
         output("states", STATES, F32),
         DECAYS,
-        CHUNK_STATES,
         INVERSE,
         VALUES,
+        CHUNK_STATES.given(DELTA),
     ],
     attributes: &[ATTRIBUTES],
     multiples: &[("G", "H")],
@@ -88,9 +89,9 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         gradient("db", "*batch T G", F32).given(DELTA),
         gradient("dinitial_state", "*batch G K V", F32),
         DECAYS,
-        CHUNK_STATES,
         INVERSE,
         VALUES,
+        CHUNK_STATES,
         scratch("chunk_dstates", "*batch G T/groups_times_chunk K V", LIKE_Q),
         scratch("dvalues_local", "*batch G T/groups_times_chunk 64 V", F32).given(DELTA),
         scratch("dsolved", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA),

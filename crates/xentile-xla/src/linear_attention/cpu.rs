@@ -42,13 +42,16 @@ struct Scratch<'a> {
     rows: Vec<(&'static str, AnyBufferMut<'a>)>,
 }
 
+/// As `Scratch`, that of the forward pass.
+struct ForwardScratch<'a>(Scratch<'a>);
+
 /// As `Scratch`, what the backward pass has besides.
 struct BackwardScratch<'a>(Scratch<'a>);
 
 impl<'a> Parameter<'a> for Scratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let floats = vec![("decays", decoder.parameter("decays")?)];
-        let mut rows = vec![("chunk_states", decoder.parameter("chunk_states")?)];
+        let mut rows = Vec::new();
         for name in ["inverse", "values"] {
             rows.extend(given(decoder, "delta", name)?.map(|array| (name, array)));
         }
@@ -56,10 +59,22 @@ impl<'a> Parameter<'a> for Scratch<'a> {
     }
 }
 
+impl<'a> Parameter<'a> for ForwardScratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+        let mut scratch = Scratch::decode(decoder, name)?;
+        let states = given(decoder, "delta", "chunk_states")?;
+        scratch.rows.extend(states.map(|array| ("chunk_states", array)));
+        Ok(Self(scratch))
+    }
+}
+
 impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let mut floats = Vec::new();
-        let mut rows = vec![("chunk_dstates", decoder.parameter("chunk_dstates")?)];
+        let mut rows = vec![
+            ("chunk_states", decoder.parameter("chunk_states")?),
+            ("chunk_dstates", decoder.parameter("chunk_dstates")?),
+        ];
         floats.extend(
             given(decoder, "delta", "dvalues_local")?.map(|array| ("dvalues_local", array)),
         );
@@ -194,14 +209,14 @@ fn forward(
     operands: Operands,
     o: AnyBufferMut,
     states: FloatsMut,
-    scratch: Scratch,
+    scratch: ForwardScratch,
     pool: ThreadPool,
 ) -> Result {
     let extents = operands.extents()?;
     let LinearAttention { tokens, heads, values, .. } = extents.attention;
     extents.check_rows("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
     extents.check_states(states.dims())?;
-    extents.clear(scratch)?;
+    extents.clear(scratch.0)?;
     let pool = Pool(pool);
     with_element!(extents.dtype, "q", E => {
         let o = o.typed::<E, ANY_RANK>()?.into_slice();

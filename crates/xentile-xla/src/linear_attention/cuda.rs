@@ -17,7 +17,7 @@ target_list! {
 
     super::FORWARD: fn xentile_linear_attention_forward_cuda,
         initialize xentile_linear_attention_forward_cuda_initialize = forward(
-        operands, o, states, scratch, context,
+        operands, o, states, scratch, more, context,
     );
     super::BACKWARD: fn xentile_linear_attention_backward_cuda,
         initialize xentile_linear_attention_backward_cuda_initialize = backward(
@@ -33,12 +33,15 @@ type Gradients<'a> = super::Gradients<AnyMut<'a>, FloatsMut<'a>>;
 
 struct Scratch<'a> {
     decays: FloatsMut<'a>,
-    states: AnyMut<'a>,
     inverse: Option<AnyMut<'a>>,
     values: Option<AnyMut<'a>>,
 }
 
+/// The states before chunks in the forward pass.
+struct ForwardScratch<'a>(Option<AnyMut<'a>>);
+
 struct BackwardScratch<'a> {
+    states: AnyMut<'a>,
     dstates: AnyMut<'a>,
     dvalues_local: Option<FloatsMut<'a>>,
     dsolved: Option<AnyMut<'a>>,
@@ -49,15 +52,21 @@ impl<'a> Parameter<'a> for Scratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         Ok(Self {
             decays: decoder.parameter("decays")?,
-            states: decoder.parameter("chunk_states")?,
             inverse: given(decoder, "delta", "inverse")?,
             values: given(decoder, "delta", "values")?,
         })
     }
 }
 
+impl<'a> Parameter<'a> for ForwardScratch<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self(given(decoder, "delta", "chunk_states")?))
+    }
+}
+
 impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let states = decoder.parameter("chunk_states")?;
         let (dstates, dvalues_local, dsolved) = (
             decoder.parameter("chunk_dstates")?,
             given(decoder, "delta", "dvalues_local")?,
@@ -66,6 +75,7 @@ impl<'a> Parameter<'a> for BackwardScratch<'a> {
         let dq_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
         let dk_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
         Ok(Self {
+            states,
             dstates,
             dvalues_local,
             dsolved,
@@ -94,13 +104,15 @@ impl Extents<'_> {
         self.check(name, dims, last)
     }
 
-    /// Checks the scratch of both passes.
-    fn check_scratch(&self, scratch: &Scratch) -> Result {
+    /// Checks the scratch of both passes, and the states before chunks.
+    fn check_scratch(&self, scratch: &Scratch, states: Option<&AnyMut>) -> Result {
         let Shape { heads, keys, values, group, .. } = self.shape;
-        let Scratch { decays, states, inverse, values: value_rows } = scratch;
+        let Scratch { decays, inverse, values: value_rows } = scratch;
         self.check("decays", decays.dims(), &[heads, self.chunks, 3 * CHUNK])?;
-        let last = [heads, group, keys, values];
-        self.check_rounded("chunk_states", states.dims(), states.dtype(), &last)?;
+        if let Some(states) = states {
+            let last = [heads, group, keys, values];
+            self.check_rounded("chunk_states", states.dims(), states.dtype(), &last)?;
+        }
         if let Some(inverse) = inverse {
             let last = [heads, group, 2 * CHUNK * CHUNK];
             self.check_rounded("inverse", inverse.dims(), inverse.dtype(), &last)?;
@@ -173,10 +185,10 @@ impl super::Operands<Any<'_>, Floats<'_>> {
 }
 
 impl Scratch<'_> {
-    fn places(&self) -> kernels::Scratch {
+    fn places(&self, states: Option<&AnyMut>) -> kernels::Scratch {
         kernels::Scratch {
             decays: self.decays.as_ptr().cast(),
-            states: self.states.as_ptr(),
+            states: place(states),
             inverse: place(self.inverse.as_ref()),
             values: place(self.values.as_ref()),
         }
@@ -197,13 +209,14 @@ fn forward(
     o: AnyMut,
     states: FloatsMut,
     scratch: Scratch,
+    more: ForwardScratch,
     context: Context,
 ) -> Result {
     let extents = operands.extents()?;
     let Shape { tokens, heads, keys, values, .. } = extents.shape;
     extents.check_rounded("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
     extents.check("states", states.dims(), &[heads, extents.groups, keys, values])?;
-    extents.check_scratch(&scratch)?;
+    extents.check_scratch(&scratch, more.0.as_ref())?;
     let (call, operands) = operands.prepared(&extents)?;
     xentile_cuda::available().map_err(failed)?;
     let stream = context.stream()?.as_ptr();
@@ -212,7 +225,7 @@ fn forward(
     let outcome = unsafe {
         match context.stage() {
             Stage::Initialize => call.load(false, stream),
-            _ => call.forward(stream, operands, outputs, scratch.places()),
+            _ => call.forward(stream, operands, outputs, scratch.places(more.0.as_ref())),
         }
     };
     outcome.map_err(failed)
@@ -245,7 +258,7 @@ fn backward(
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
     extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
-    extents.check_scratch(&scratch)?;
+    extents.check_scratch(&scratch, Some(&more.states))?;
     let last = [heads, group, keys, values];
     extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;
     if let Some(dvalues_local) = &more.dvalues_local {
@@ -274,6 +287,7 @@ fn backward(
         b: gradients.b.map(|b| b.as_ptr().cast()),
         initial_state: gradients.initial_state.as_ptr().cast(),
     };
+    let scratch = scratch.places(Some(&more.states));
     let more = kernels::BackwardScratch {
         dstates: more.dstates.as_ptr(),
         dvalues_local: more.dvalues_local.map_or(null_mut(), |array| array.as_ptr().cast()),
@@ -284,7 +298,7 @@ fn backward(
     let outcome = unsafe {
         match context.stage() {
             Stage::Initialize => call.load(true, stream),
-            _ => call.backward(stream, operands, cotangents, gradients, (scratch.places(), more)),
+            _ => call.backward(stream, operands, cotangents, gradients, (scratch, more)),
         }
     };
     outcome.map_err(failed)

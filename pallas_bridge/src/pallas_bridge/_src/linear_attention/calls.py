@@ -180,16 +180,15 @@ def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
     batch, tokens, _, width = q.shape
     heads, columns = v.shape[2:]
     is_delta, group = len(arrays) == DELTA_ARRAYS, (batch, heads, call.chunks)
-    found = [
-        jnp.zeros((batch, heads, -(-tokens // CHUNK), 3 * CHUNK), jnp.float32),
-        jnp.zeros((*group, width, columns), q.dtype),
-    ]
-    rows = (*group, CHUNK, columns)
+    found = [jnp.zeros((batch, heads, -(-tokens // CHUNK), 3 * CHUNK), jnp.float32)]
+    rows, states = (*group, CHUNK, columns), jnp.zeros((*group, width, columns), q.dtype)
     if is_delta:
         found.append(jnp.zeros((*group, 2 * CHUNK * CHUNK), q.dtype))
         found.append(jnp.zeros(rows, q.dtype))
+    if is_delta or is_backward:
+        found.append(states)
     if is_backward:
-        found.append(jnp.zeros((*group, width, columns), q.dtype))
+        found.append(states)
         if is_delta:
             found += [jnp.zeros(rows, jnp.float32), jnp.zeros(rows, q.dtype)]
         if q.shape[2] != heads:
