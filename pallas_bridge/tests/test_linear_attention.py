@@ -284,6 +284,17 @@ def test_kernels_that_there_are_not(rng: np.random.Generator) -> None:
         linear_attention(*[right[name] for name in "qkv"], implementation="fast")
 
 
+def test_groups_of_few_heads_run_at_once() -> None:
+    rows = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
+    small, state = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 8192, 8), (1, 8, 128, 128))
+    )
+    options = Options(1.0, False)
+    assert calls.Call.of(options, [rows] * 3 + [small, state], None).groups == 8
+    # The delta rule has a chain of groups.
+    assert calls.Call.of(options, [rows] * 3 + [small] * 2 + [state], None).groups == 1
+
+
 def test_arguments_that_may_be_left_out(rng: np.random.Generator) -> None:
     arrays = draw(rng, "delta", 5, decay="none")
     q, k, v, g, b = (arrays[name] for name in "qkvgb")

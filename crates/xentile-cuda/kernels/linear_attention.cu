@@ -11,9 +11,9 @@ using namespace xentile;
 
 LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 
-#define LINEAR_FORWARD(name, columns, part, K, V)                                               \
+#define LINEAR_FORWARD(name, part, K, V)                                                        \
   LINEAR_KERNEL(name##_##K##_##V, kLinearThreads, 2,                                            \
-                linear_attention::Forward<K, V, columns, linear_attention::Part::part>::run(a))
+                linear_attention::Forward<K, V, linear_attention::Part::part>::run(a))
 
 #define LINEAR_OF_KEYS(K)                                                                       \
   LINEAR_KERNEL(prepare_##K, 128, 3, linear_attention::Prepare<K>::run(a))                      \
@@ -27,10 +27,9 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_FORWARD(forward, kLinearSlice, kWhole, K, V)                                           \
-  LINEAR_FORWARD(forward_narrow, kLinearSlice / 2, kWhole, K, V)                                \
-  LINEAR_FORWARD(forward_sums, kLinearSlice, kSums, K, V)                                       \
-  LINEAR_FORWARD(forward_outputs, kLinearSlice, kOutputs, K, V)                                 \
+  LINEAR_FORWARD(forward, kWhole, K, V)                                                         \
+  LINEAR_FORWARD(forward_sums, kSums, K, V)                                                     \
+  LINEAR_FORWARD(forward_outputs, kOutputs, K, V)                                               \
   LINEAR_KERNEL(combine_##K##_##V, kLinearThreads, 1, linear_attention::combine(a, K * V))      \
   LINEAR_KERNEL(chain_##K##_##V, kLinearThreads, 1,                                             \
                 linear_attention::Chain<K, V, true>::run(a, blockIdx.x))                        \

@@ -898,29 +898,29 @@ __device__ inline void store_rounded(Bits* to, int pitch, const Sums<kTiles>& su
   }
 }
 
-// o and the state after each group, without b: a CTA has a head and kColumns columns of values. Four warps have o, 16 rows of a
+// o and the state after each group, without b: a CTA has a head and kSlice columns of values. Four warps have o, 16 rows of a
 // chunk each; four have the state, in f32, and share it in bf16 for the next chunk. The group of `Arguments` is the first.
 //
 // Where few heads leave multiprocessors idle, a CTA has a group too, in two passes: kSums makes the states after groups from
 // states of 0 (but for the first), `combine` adds to each what the one before it becomes, and kOutputs begins with these.
 enum class Part { kWhole, kSums, kOutputs };
 
-template <int K, int V, int kColumns, Part kPart = Part::kWhole>
+template <int K, int V, Part kPart>
 struct Forward {
   static constexpr bool kGrouped = kPart != Part::kWhole;
-  static constexpr int kTiles = kColumns / 8, kPitch = kColumns + kGap;
+  static constexpr int kTiles = kSlice / 8;
   static constexpr int kStateRows = K / 4;
 
   struct Stage {
     Bits q[kChunk * (K + kGap)];
     Bits k[kChunk * (K + kGap)];
-    Bits v[kChunk * kPitch];
+    Bits v[kChunk * kSlicePitch];
     float decays[kDecays];
   };
 
   // Of a chunk and the one after it.
   Stage stages[2];
-  Bits state[2][K * kPitch];
+  Bits state[2][K * kSlicePitch];
 
   // A warp's rows of the state.
   struct Rows {
@@ -943,7 +943,7 @@ struct Forward {
 
     __device__ void share(Bits* to, int row) {
       for_pairs(row, [&](int r, int c, float left, float right) {
-        *reinterpret_cast<uint32_t*>(to + r * kPitch + c) = mma::pack(left, right);
+        *reinterpret_cast<uint32_t*>(to + r * kSlicePitch + c) = mma::pack(left, right);
       });
     }
 
@@ -964,7 +964,7 @@ struct Forward {
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
           uint32_t b[4], high[4], low[4];
-          load_right<false>(b, stage.v, kPitch, k, n * 8);
+          load_right<false>(b, stage.v, kSlicePitch, k, n * 8);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float* by = to_end + i % 2 * 2;
@@ -997,9 +997,10 @@ struct Forward {
   template <bool kExact>
   __device__ static bool compute(const Arguments& a) {
     Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
-    constexpr int kSlices = V / kColumns;
-    const int column = static_cast<int>(blockIdx.x % kSlices) * kColumns;
-    const int group = static_cast<int>(a.chunks), groups = kGrouped ? static_cast<int>((a.all_chunks + a.chunks - 1) / a.chunks) : 1;
+    constexpr int kSlices = V / kSlice;
+    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
+    const int group = static_cast<int>(a.chunks);
+    const int groups = kGrouped ? (static_cast<int>(a.all_chunks) + group - 1) / group : 1;
     const int own_group = static_cast<int>(blockIdx.x / kSlices % groups);
     const ChunkIndex index(a, blockIdx.x / kSlices / groups, own_group * group);
     const int rest = static_cast<int>(a.all_chunks) - index.chunk, chunks = kGrouped ? min(group, rest) : rest;
@@ -1010,7 +1011,7 @@ struct Forward {
     const Bits* v = static_cast<const Bits*>(a.v) + values;
     Bits* out = static_cast<Bits*>(a.out) + values;
     const float* all_decays = index.decays(a);
-    const int64_t tokens = a.tokens - index.token(a);
+    const int64_t tokens = kGrouped ? a.tokens - index.token(a) : a.tokens;
     const auto count = [&](int c) { return static_cast<int>(min(int64_t{kChunk}, tokens - int64_t{c} * kChunk)); };
     const auto load = [&](int c) {
       if (c < chunks) {
@@ -1020,7 +1021,7 @@ struct Forward {
           copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
         }
         copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, k + token * key_stride, key_stride, count(c));
-        copy_rows<kColumns, kChunk, kThreads>(stage.v, kPitch, v + token * value_stride, value_stride, count(c));
+        copy_rows<kSlice, kChunk, kThreads>(stage.v, kSlicePitch, v + token * value_stride, value_stride, count(c));
         copy_decays(stage.decays, all_decays + int64_t{c} * kDecays);
       }
       mma::commit();
@@ -1090,7 +1091,7 @@ struct Forward {
       load_left<false>(q, stage.q, K + kGap, row, k);
 #pragma unroll
       for (int n = 0; n < kTiles; n += 2) {
-        load_right<false>(b, state, kPitch, k, n * 8);
+        load_right<false>(b, state, kSlicePitch, k, n * 8);
         mma::multiply(o[n], q, b[0], b[1]);
         mma::multiply(o[n + 1], q, b[2], b[3]);
       }
@@ -1108,14 +1109,14 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
     }
-    add_scores<kExact>(o, scores, row, kChunk - 16, stage.v, kPitch);
+    add_scores<kExact>(o, scores, row, kChunk - 16, stage.v, kSlicePitch);
     Bits* rows = stage.q + row * (K + kGap);
     __syncwarp();
     store_rounded(rows, K + kGap, o);
     __syncwarp();
 #pragma unroll
-    for (int at = threadIdx.x % 32; at < 16 * (kColumns / 8); at += 32) {
-      const int r = at / (kColumns / 8), c = at % (kColumns / 8) * 8;
+    for (int at = threadIdx.x % 32; at < 16 * (kSlice / 8); at += 32) {
+      const int r = at / (kSlice / 8), c = at % (kSlice / 8) * 8;
       if (row + r < count) {
         *reinterpret_cast<uint4*>(out + (row + r) * stride + c) =
             *reinterpret_cast<const uint4*>(rows + r * (K + kGap) + c);
@@ -1677,8 +1678,7 @@ __device__ inline void add_heads(const Arguments& a) {
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
-inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128, kLinearSlice>);
-inline constexpr uint32_t kLinearForwardNarrowShared = sizeof(linear_attention::Forward<128, 128, kLinearSlice / 2>);
+inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128, linear_attention::Part::kWhole>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
 inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
 inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);

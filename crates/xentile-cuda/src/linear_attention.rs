@@ -56,7 +56,6 @@ numbers! {
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
     FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
-    FORWARD_NARROW_SHARED: u32 = kLinearForwardNarrowShared, 89600;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
@@ -185,8 +184,6 @@ pub struct LinearAttention {
 enum Kernel {
     Decays,
     Forward,
-    /// `Forward` with half as many columns a CTA.
-    ForwardNarrow,
     /// `Forward` with a CTA for each group: its states, sums of these, and o.
     ForwardSums,
     Combine,
@@ -393,13 +390,12 @@ impl LinearAttention {
     }
 
     /// The kernels of a forward pass without b after the decays. Where half of the multiprocessors would be idle, groups run
-    /// at once, for a second pass over k and v, or narrow CTAs compute scores again.
+    /// at once, for a second pass over k and v.
     fn forward_kernels(&self, device: &Device) -> &'static [Kernel] {
         use Kernel as K;
-        if 2 * self.slices() > device.limits().multiprocessors as usize {
+        let is_full = 2 * self.slices() > device.limits().multiprocessors as usize;
+        if is_full || self.groups() == 1 {
             &[K::Forward]
-        } else if self.groups() == 1 {
-            &[K::ForwardNarrow]
         } else {
             &[K::ForwardSums, K::Combine, K::ForwardOutputs]
         }
@@ -486,7 +482,6 @@ impl LinearAttention {
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
             Kernel::Forward => "forward",
-            Kernel::ForwardNarrow => "forward_narrow",
             Kernel::ForwardSums => "forward_sums",
             Kernel::Combine => "combine",
             Kernel::ForwardOutputs => "forward_outputs",
@@ -518,12 +513,7 @@ impl LinearAttention {
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
             Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
-            Kernel::Forward
-            | Kernel::ForwardNarrow
-            | Kernel::ForwardSums
-            | Kernel::ForwardOutputs => {
-                let slice = if kernel == Kernel::ForwardNarrow { slice / 2 } else { slice };
-                let (slice_bytes, state_slice) = (rows(chunk, slice), rows(self.shape.keys, slice));
+            Kernel::Forward | Kernel::ForwardSums | Kernel::ForwardOutputs => {
                 2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice
             }
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
@@ -565,7 +555,7 @@ impl LinearAttention {
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
             Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
-            Kernel::ForwardNarrow | Kernel::Chains => 2 * self.slices(),
+            Kernel::Chains => 2 * self.slices(),
             Kernel::ForwardSums | Kernel::ForwardOutputs => self.groups() * self.slices(),
             Kernel::Combine => {
                 (sequences * heads * self.state_elements()).div_ceil(4 * THREADS as usize)
@@ -637,7 +627,6 @@ mod tests {
             [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
         for (call, kernel, right) in [
             (plain, Kernel::Forward, FORWARD_SHARED),
-            (plain, Kernel::ForwardNarrow, FORWARD_NARROW_SHARED),
             (delta, Kernel::Prepare, PREPARE_SHARED),
             (plain, Kernel::Chain, CHAIN_SHARED),
             (plain, Kernel::Reverse, REVERSE_SHARED),

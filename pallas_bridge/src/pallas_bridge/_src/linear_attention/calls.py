@@ -27,6 +27,10 @@ WIDTHS = (64, 128)
 # as many.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
+# CTAs of the forward kernel, each of 32 columns of values of a head, that half of a GPU's
+# multiprocessors run at once, and those that all do with two CTAs each: linear attention with as
+# few runs as many groups at once as fill these, if they have so many chunks.
+FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 256, 16
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
@@ -57,6 +61,9 @@ class Call:
         batch, _, heads, columns = v.shape
         elements = GROUP if len(arrays) == DELTA_ARRAYS else 2 * GROUP
         most = max(elements // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
+        ctas = batch * heads * columns // 32
+        if len(arrays) < DELTA_ARRAYS and ctas <= FEW_CTAS:
+            most = min(most, max(every * ctas // MANY_CTAS, LEAST_CHUNKS_AT_ONCE))
         groups = -(-every // min(most, every))
         chunks = -(-every // groups)
         return Call(options, chunks, -(-every // chunks), True, implementation)
