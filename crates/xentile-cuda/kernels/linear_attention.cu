@@ -20,7 +20,7 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
   LINEAR_KERNEL(heads_##K, kLinearThreads, 1, linear_attention::add_heads<K>(a))
 
 #define LINEAR_OF_FORM(form, kDelta, K, V)                                                      \
-  LINEAR_KERNEL(gradients_##form##_##K##_##V, kLinearThreads, 1,                                \
+  LINEAR_KERNEL(gradients_##form##_##K##_##V, kLinearThreads, kDelta || K + V > 128 ? 1 : 2,    \
                 linear_attention::Gradients<K, V, kDelta>::run(a))
 
 // Without b the states and their gradients depend on no other: both chains run at once.
