@@ -11,7 +11,7 @@ using namespace xentile;
 
 LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 
-#define LINEAR_FORWARD(name, part, K, V)                                                        \
+#define LINEAR_FORWARD(name, part, run, K, V)                                                   \
   LINEAR_KERNEL(name##_##K##_##V, kLinearThreads, 2,                                            \
                 linear_attention::Forward<K, V, linear_attention::Part::part>::run(a))
 
@@ -27,9 +27,11 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
-  LINEAR_FORWARD(forward, kWhole, K, V)                                                         \
-  LINEAR_FORWARD(forward_sums, kSums, K, V)                                                     \
-  LINEAR_FORWARD(forward_outputs, kOutputs, K, V)                                               \
+  LINEAR_FORWARD(forward, kWhole, run, K, V)                                                    \
+  LINEAR_FORWARD(forward_exact, kWhole, run_exactly, K, V)                                      \
+  LINEAR_FORWARD(forward_sums, kSums, run, K, V)                                                \
+  LINEAR_FORWARD(forward_outputs, kOutputs, run, K, V)                                          \
+  LINEAR_FORWARD(forward_outputs_exact, kOutputs, run_exactly, K, V)                            \
   LINEAR_KERNEL(combine_##K##_##V, kLinearThreads, 1, linear_attention::combine(a, K * V))      \
   LINEAR_KERNEL(chain_##K##_##V, kLinearThreads, 1,                                             \
                 linear_attention::Chain<K, V, true>::run(a, blockIdx.x))                        \

@@ -988,19 +988,33 @@ struct Forward {
 
   __device__ static void run(const Arguments& a) {
     // What is not finite in k, v or g stays in the state.
-    if (!compute<false>(a) && kPart != Part::kSums) compute_exactly(a);
+    if (!compute<false>(a) && kPart != Part::kSums && threadIdx.x == 0) *flag(a) = 1.0f;
   }
 
-  __noinline__ __device__ static void compute_exactly(const Arguments& a) { compute<true>(a); }
+  // A kernel of its own: a call after the loops would slow them by 4 %.
+  __device__ static void run_exactly(const Arguments& a) {
+    if (*flag(a) != 0.0f) compute<true>(a);
+  }
+
+  static constexpr int kSlices = V / kSlice;
+
+  __device__ static int num_groups(const Arguments& a) {
+    return kGrouped ? static_cast<int>((a.all_chunks + a.chunks - 1) / a.chunks) : 1;
+  }
+
+  // Whether the CTA has to run again: in the place of b, which is 0.
+  __device__ static float* flag(const Arguments& a) {
+    const int groups = num_groups(a);
+    const int64_t chunk = int64_t{blockIdx.x} / kSlices / groups * a.all_chunks + blockIdx.x / kSlices % groups * a.chunks;
+    return a.decays + chunk * kDecays + 2 * kChunk + blockIdx.x % kSlices;
+  }
 
   // Returns whether the last state is finite.
   template <bool kExact>
   __device__ static bool compute(const Arguments& a) {
     Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
-    constexpr int kSlices = V / kSlice;
     const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
-    const int group = static_cast<int>(a.chunks);
-    const int groups = kGrouped ? (static_cast<int>(a.all_chunks) + group - 1) / group : 1;
+    const int group = static_cast<int>(a.chunks), groups = num_groups(a);
     const int own_group = static_cast<int>(blockIdx.x / kSlices % groups);
     const ChunkIndex index(a, blockIdx.x / kSlices / groups, own_group * group);
     const int rest = static_cast<int>(a.all_chunks) - index.chunk, chunks = kGrouped ? min(group, rest) : rest;

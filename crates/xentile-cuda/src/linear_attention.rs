@@ -184,10 +184,13 @@ pub struct LinearAttention {
 enum Kernel {
     Decays,
     Forward,
+    /// `Forward` again, of CTAs with NaN or inf.
+    ForwardExact,
     /// `Forward` with a CTA for each group: its states, sums of these, and o.
     ForwardSums,
     Combine,
     ForwardOutputs,
+    ForwardOutputsExact,
     Prepare,
     Chain,
     Outputs,
@@ -395,9 +398,9 @@ impl LinearAttention {
         use Kernel as K;
         let is_full = 2 * self.slices() > device.limits().multiprocessors as usize;
         if is_full || self.groups() == 1 {
-            &[K::Forward]
+            &[K::Forward, K::ForwardExact]
         } else {
-            &[K::ForwardSums, K::Combine, K::ForwardOutputs]
+            &[K::ForwardSums, K::Combine, K::ForwardOutputs, K::ForwardOutputsExact]
         }
     }
 
@@ -482,9 +485,11 @@ impl LinearAttention {
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
             Kernel::Forward => "forward",
+            Kernel::ForwardExact => "forward_exact",
             Kernel::ForwardSums => "forward_sums",
             Kernel::Combine => "combine",
             Kernel::ForwardOutputs => "forward_outputs",
+            Kernel::ForwardOutputsExact => "forward_outputs_exact",
             Kernel::Pull => "pull",
             Kernel::Chains => "chains",
             Kernel::Chain => "chain",
@@ -513,7 +518,11 @@ impl LinearAttention {
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
             Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
-            Kernel::Forward | Kernel::ForwardSums | Kernel::ForwardOutputs => {
+            Kernel::Forward
+            | Kernel::ForwardExact
+            | Kernel::ForwardSums
+            | Kernel::ForwardOutputs
+            | Kernel::ForwardOutputsExact => {
                 2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice
             }
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
@@ -554,9 +563,13 @@ impl LinearAttention {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
-            Kernel::Forward | Kernel::Chain | Kernel::Reverse => self.slices(),
+            Kernel::Forward | Kernel::ForwardExact | Kernel::Chain | Kernel::Reverse => {
+                self.slices()
+            }
             Kernel::Chains => 2 * self.slices(),
-            Kernel::ForwardSums | Kernel::ForwardOutputs => self.groups() * self.slices(),
+            Kernel::ForwardSums | Kernel::ForwardOutputs | Kernel::ForwardOutputsExact => {
+                self.groups() * self.slices()
+            }
             Kernel::Combine => {
                 (sequences * heads * self.state_elements()).div_ceil(4 * THREADS as usize)
             }

@@ -27,10 +27,10 @@ WIDTHS = (64, 128)
 # as many.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
-# CTAs of the forward kernel, each of 32 columns of values of a head, that half of a GPU's
-# multiprocessors run at once, and those that all do with two CTAs each: linear attention with as
-# few runs as many groups at once as fill these, if they have so many chunks.
-FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 256, 16
+# CTAs of the forward kernel, each of 32 columns of values of a head, that leave half of a GPU's
+# multiprocessors idle, and those that leave none: linear attention with as few runs as many groups
+# at once, if they have so many chunks. More groups make the backward pass slower than they gain.
+FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 128, 16
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
