@@ -41,6 +41,7 @@ def platforms() -> str:
     """Returns what runs on each platform, for a library built for CPUs and NVIDIA GPUs."""
     sys.path.insert(0, str(ROOT / "pallas_bridge" / "src"))
     from pallas_bridge._src import library
+    from pallas_bridge._src.generation import cpu_kernels, kernel
     from pallas_bridge._src.info import SHORT, operations_by_platform
 
     text = (ROOT / "pallas_bridge/src/pallas_bridge/_src/targets.json").read_text(encoding="utf-8")
@@ -51,11 +52,20 @@ def platforms() -> str:
         for stage in stages
     ]
     complete = library.Library(Path(), "", (0, 1), "", handlers)
-    rows = [
-        [f"`{name}`", *(CELLS[SHORT[found.implementation]] for found in row)]
+    cells = {
+        name: tuple(CELLS[SHORT[found.implementation]] for found in row)
         for name, row in operations_by_platform(complete).items()
+    }
+    decoding = {"cpu": cpu_kernels.ATTENTION, "cuda": kernel.TARGET}
+    cells["generation"] = tuple(
+        CELLS["kernel" if platform in complete.platforms_of(decoding.get(platform, "")) else "XLA"]
+        for platform in HEADINGS
+    )
+    rows = [
+        [", ".join(f"`{name}`" for name in cells if cells[name] == row), *row]
+        for row in dict.fromkeys(cells.values())
     ]
-    return table(["operation", *HEADINGS.values()], rows)
+    return table(["operations", *HEADINGS.values()], rows)
 
 
 def load(name: str) -> dict[str, Any]:
