@@ -16,7 +16,7 @@ from cases import EXTENTS, Case, Options, case
 
 import pallas_bridge as pb
 
-__all__ = ["CASES", "EXTENTS", "Case", "Options", "one_an_operation"]
+__all__ = ["CASES", "EXTENTS", "Case", "Options", "one_a_further_way", "one_an_operation"]
 
 
 def _everything(z: Any, y: Any, c: Any, **options: Any) -> Any:
@@ -283,4 +283,16 @@ def one_an_operation(parameters: Iterable[Any]) -> list[Any]:
         marks = (pytest.mark.nightly,) if operation in seen else ()
         seen.add(operation)
         found.append(pytest.param(*values, id=name, marks=marks))
+    return found
+
+
+def one_a_further_way(parameters: Iterable[Any]) -> list[Any]:
+    """Returns parameters with a case; but the first of each further way to call are nightly."""
+    found, usual, seen = [], dict[str, str](), set[str]()
+    for one in parameters:
+        (name,) = (value.name for value in one.values if isinstance(value, Case))
+        is_usual = usual.setdefault(name.split(" ")[0], name) == name
+        marks = () if is_usual or name not in seen else (pytest.mark.nightly,)
+        seen.add(name)
+        found.append(pytest.param(*one.values, id=one.id, marks=(*one.marks, *marks)))
     return found

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CASES, Case, Options
+from operations import CASES, Case, Options, one_an_operation
 from pallas_bridge._src.bound import Bound
 from pallas_bridge._src.custom_call import Call
 from pallas_bridge._src.linear import _Map
@@ -113,7 +113,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", one_an_operation(EACH))
 def test_the_same_call_is_compiled_once_and_keeps_nothing(
     rng: np.random.Generator, case: Case
 ) -> None:
@@ -129,7 +129,7 @@ def test_the_same_call_is_compiled_once_and_keeps_nothing(
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", one_an_operation(EACH))
 def test_programs_traced_anew_keep_nothing(rng: np.random.Generator, case: Case) -> None:
     arrays = case.arrays(rng)
     gc.collect()

@@ -137,7 +137,7 @@ def test_pullbacks_and_tangents_alone(rng: np.random.Generator, case: Case) -> N
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize("case", DIFFERENTIABLE)
+@pytest.mark.parametrize("case", one_an_operation(DIFFERENTIABLE))
 def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> None:
     """Of maps within maps: the first operand in both, the others in one or none."""
     plain = case.arrays(rng)

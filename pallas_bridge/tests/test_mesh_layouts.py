@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
-from operations import CASES, Case, one_an_operation
+from operations import CASES, Case, one_a_further_way, one_an_operation
 from test_sharding import GATHERED, SMALL, exchanged, is_in
 
 import pallas_bridge
@@ -78,7 +78,10 @@ def with_sharded_weights(case: Case, arrays: Any, mesh: Any, axes: Any) -> list[
 @pytest.mark.fixed
 @pytest.mark.parametrize("axes", ["data", ("data", "model")], ids=str)
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, id=one.name) for one in CASES if one.has_gradient and shared(one)]
+    "case",
+    one_an_operation(
+        pytest.param(one, id=one.name) for one in CASES if one.has_gradient and shared(one)
+    ),
 )
 def test_sharded_weights_are_gathered_and_tokens_are_not(seed: int, case: Case, axes: Any) -> None:
     arrays, expected = on_one_device(case, seed)
@@ -121,7 +124,7 @@ def layouts() -> Iterator[Any]:
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize(("case", "layout", "is_shardy"), [*layouts()])
+@pytest.mark.parametrize(("case", "layout", "is_shardy"), one_a_further_way(layouts()))
 def test_tokens_and_heads_over_two_axes(
     seed: int, case: Case, layout: dict[str, Any], is_shardy: bool
 ) -> None:

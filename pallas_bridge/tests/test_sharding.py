@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
-from operations import CASES, Case
+from operations import CASES, Case, one_a_further_way, one_an_operation
 from pallas_bridge._src import gathering
 from placement import PLATFORM
 
@@ -188,8 +188,12 @@ FOUND: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
 
 def ways_and_cells() -> Iterator[Any]:
-    """Every cell with automatic axes; with explicit ones, further ways to call, nightly."""
-    yield from (pytest.param("auto", *one.values, id=f"auto-{one.id}") for one in cells())
+    """Every cell by two kinds of axes.
+
+    Of further ways to call an operation, all but one with automatic axes are nightly.
+    """
+    auto = [pytest.param("auto", *one.values, id=f"auto-{one.id}") for one in cells()]
+    yield from auto if UPDATES else one_a_further_way(auto)
     first = {case.name.split(" ")[0]: case.name for case in reversed(CASES)}
     for one in cells():
         name = one.values[0].name
@@ -251,7 +255,7 @@ ALONE = [
 
 
 @pytest.mark.fixed
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("case", one_an_operation(ALONE))
 def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None:
     """Each has a part of the batch, and what all share."""
     arrays, *_ = on_one_device(case, entropy)
@@ -277,7 +281,9 @@ def test_devices_of_shard_map_exchange_nothing(entropy: int, case: Case) -> None
 
 @pytest.mark.fixed
 @pytest.mark.newest
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+@pytest.mark.parametrize(
+    "case", one_an_operation(pytest.param(case, id=case.name) for case in CASES)
+)
 def test_programs_for_meshes_that_have_no_devices(rng: np.random.Generator, case: Case) -> None:
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     dim = "S" if "packed" in case.name else "B"

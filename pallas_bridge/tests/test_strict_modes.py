@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from operations import CASES, Case
+from operations import CASES, Case, one_an_operation
 
 import pallas_bridge as pb
 
@@ -168,7 +168,7 @@ def test_operations_run_in_strict_modes(
         assert np.isfinite(np.asarray(one, np.float32)).all()
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", one_an_operation(NAMED))
 def test_checkify_wraps_operations(case: Case, rng: np.random.Generator) -> None:
     arrays = case.arrays(rng)
     every = checkify.float_checks | checkify.index_checks
@@ -307,7 +307,7 @@ def kinds(array: jax.Array) -> Iterator[tuple[str, Any]]:
     yield "list", given.tolist()
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", one_an_operation(NAMED))
 def test_arrays_are_of_every_kind(case: Case, rng: np.random.Generator) -> None:
     # Of a list, JAX makes float32.
     arrays = case.arrays(rng)
@@ -344,7 +344,7 @@ def test_weak_types_are_those_of_arrays() -> None:
 NEVER_WIDE = ("linear_", "gated_delta", "flash_", "paged_", "fp8_", "rms_norm_fp8", "swiglu_fp8")
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", one_an_operation(NAMED))
 def test_float64_is_refused_by_kernels(case: Case, rng: np.random.Generator) -> None:
     with wide_types():
         arrays = [
