@@ -5,8 +5,8 @@
 XENTILE_TEST_CASES is
 - `all`, as unless it is set: every case;
 - `cover`: the fewest cases, chosen greedily in their order, that have every value of every
-  parameter, but the first N of a test that is marked `few(N)`; all cases of a test that is marked
-  `fixed`, unless XENTILE_TEST_NUMBERS is 0;
+  parameter, but the first N of a test that is marked `few(N)`, which may be 0; all cases of a test
+  that is marked `fixed`, unless XENTILE_TEST_NUMBERS is 0;
 - `one`: the first case of each test.
 The choice depends on the tests alone: each run of a commit runs the same cases.
 

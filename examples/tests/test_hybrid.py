@@ -231,14 +231,15 @@ def one_device() -> list[float]:
     return list(loop.train(Options("hybrid-test", **given)).losses.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
-        {**BASELINE, "linear_attention_kernel": "ours", "conv_kernel": "ours"},
-        {"remat": "selective", "layer_loop": "unrolled"},
         {"mesh": "data=2,fsdp=2,model=2"},
+        {"remat": "selective", "layer_loop": "unrolled"},
+        {**BASELINE, "linear_attention_kernel": "ours", "conv_kernel": "ours"},
     ],
-    ids=["mixers", "all", "mesh"],
+    ids=["mesh", "all", "mixers"],
 )
 def test_kernels_and_meshes_train_the_same(
     train: Runner, one_device: list[float], options: dict[str, Any]
@@ -267,6 +268,7 @@ def test_a_run_from_its_checkpoint(train: Runner, tmp_path: Path) -> None:
         train(num_train_steps=STEPS, resume=tmp_path / "made", **{**of, "block_pattern": "DM"})
 
 
+@pytest.mark.few(0)
 def test_profile_has_the_parts_of_a_hybrid(train: Runner, tmp_path: Path) -> None:
     lines: list[str] = []
     given = {"profile": tmp_path / "p", "log": tmp_path / "run.jsonl", "say": lines.append}

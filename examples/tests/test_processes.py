@@ -10,13 +10,14 @@ import pytest
 
 # What names the second process; of one that is killed JAX does.
 NAMED = {
+    "shapes": "rank 1 of 2 has other arrays than rank 0: [0]: bfloat16[128,1024], where rank 0",
     "killed": "(stopped sending heartbeats)",
     "memory": "1",  # by JAX or by itself, whichever is read first
-    "shapes": "rank 1 of 2 has other arrays than rank 0: [0]: bfloat16[128,1024], where rank 0",
 }
 EXAMPLES = Path(__file__).parents[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_process_that_fails_is_named(fault: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
