@@ -61,8 +61,9 @@ build_pallas_bridge() {
         # One at a time: what another builds now, this one finds.
         exec 9<scripts/jax_environment.sh
         flock 9
-        compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null ||
-            pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
+        if compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null; then exit; fi
+        use_cargo_of_tests
+        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
     )
 }
 

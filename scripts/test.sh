@@ -63,6 +63,14 @@ fi
 if [[ -n ${CI:-} || $XENTILE_TEST_SET == ci ]]; then
     export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
 fi
+# CI builds one profile: that which README's commands ask for, with the settings of the profile dev.
+if [[ $XENTILE_TEST_SET == ci ]]; then
+    export CARGO_PROFILE_RELEASE_OPT_LEVEL=2 CARGO_PROFILE_RELEASE_LTO=off
+    export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true
+fi
+# Python compiles what is imported, once, where pip would compile all that it installs.
+export PIP_COMPILE=0
+unset PYTHONDONTWRITEBYTECODE
 # The closing lines below are read plain.
 export NO_COLOR=1 PY_COLORS=0 CARGO_TERM_COLOR=never
 echo "set of tests: $XENTILE_TEST_SET"

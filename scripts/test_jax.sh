@@ -19,12 +19,12 @@ use_jax_environment ".venv-jax/$version" "$version"
 
 XLA_FFI_JAXLIB_INCLUDE=$(python -c 'import jaxlib; print(jaxlib.__path__[0])')/include
 export XLA_FFI_JAXLIB_INCLUDE
-cargo test "${like_workspace[@]}" --package xla-ffi --test abi -- --include-ignored
+cargo test "${like_workspace[@]}" --package xla-ffi --test abi -- "$rest"
 if [[ $XENTILE_TEST_SET == default ]]; then
     echo "left out: pallas_bridge as it is installed; tests read the checkout, and the library that was built for them"
     build_binaries
     pip uninstall --quiet --disable-pip-version-check --yes pallas_bridge
-    export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
+    export XENTILE_XLA_LIBRARY=$library
     export PYTHONPATH=$PWD/pallas_bridge/src
 else
     compile_kernels_once

@@ -6,6 +6,7 @@ all that depends on it is compiled again. Nothing is compiled here.
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIKE_WORKSPACE = "--package xentile --package xentile-tools --package xentile-xla"
 
+# What scripts/test.sh sets of profiles in CI.
+SETTINGS = dict(
+    re.findall(
+        r"\b(CARGO_(?:INCREMENTAL|PROFILE_\w+))=(\w+)", (ROOT / "scripts" / "test.sh").read_text()
+    )
+)
+
 
 def units(command: str) -> dict[str, str]:
     """What a command compiles: the name of each unit by all that tells it from others."""
     result = subprocess.run(
         ["cargo", *command.split(), "--locked", "--unit-graph", "-Z", "unstable-options"],
         cwd=ROOT,
-        env={**os.environ, "RUSTC_BOOTSTRAP": "1"},
+        env={**os.environ, **SETTINGS, "RUSTC_BOOTSTRAP": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -42,30 +50,71 @@ def units(command: str) -> dict[str, str]:
     return {key(index): graph[index]["target"]["name"] for index in range(len(graph))}
 
 
+# What a set of tests gives cargo beside a command (scripts/tiers/common.sh).
+SETS = {"default": "", "ci": "--release --features xentile-xla/cuda"}
+
+
 @pytest.fixture(scope="module")
-def tests() -> dict[str, str]:
-    """What the tier host compiles."""
-    return units("test --workspace")
+def tests() -> dict[str, dict[str, str]]:
+    """What the tier host compiles in each set."""
+    return {name: units(f"test --workspace {flags}") for name, flags in SETS.items()}
 
 
+def test_the_profile_release_has_the_settings_of_dev_in_ci(
+    tests: dict[str, dict[str, str]],
+) -> None:
+    assert len(SETTINGS) > 4
+    assert units("test --workspace --release") == tests["default"]
+
+
+@pytest.mark.parametrize("tests_set", SETS)
 @pytest.mark.parametrize(
     "command",
     [
         "build --workspace --features xla-ffi/testing",
-        "build --workspace --example jax_handlers",
-        "build --workspace --example programs",
         f"test {LIKE_WORKSPACE} --test face --test linear --test operations --test xla",
         f"test {LIKE_WORKSPACE} --package xla-ffi --test abi",
         f"test {LIKE_WORKSPACE} --package pjrt-client --test cpu",
     ],
 )
-def test_commands_of_tiers_compile_nothing_again(tests: dict[str, str], command: str) -> None:
-    again = units(command)
+def test_commands_of_tiers_compile_nothing_again(
+    tests: dict[str, dict[str, str]], tests_set: str, command: str
+) -> None:
+    again = units(f"{command} {SETS[tests_set]}")
     assert again
-    assert [name for key, name in again.items() if key not in tests] == []
+    assert [name for key, name in again.items() if key not in tests[tests_set]] == []
 
 
-def test_a_package_by_itself_is_compiled_again(tests: dict[str, str]) -> None:
+@pytest.mark.parametrize("example", ["jax_handlers", "programs"])
+@pytest.mark.parametrize("tests_set", SETS)
+def test_examples_compile_nothing_again(
+    tests: dict[str, dict[str, str]], tests_set: str, example: str
+) -> None:
+    profile = {"default": "dev", "ci": "release"}[tests_set]
+    again = units(f"build --workspace --example {example} --profile {profile}")
+    assert [name for key, name in again.items() if key not in tests[tests_set]] == []
+
+
+def test_a_wheel_in_ci_compiles_nothing_again(tests: dict[str, dict[str, str]]) -> None:
+    """scripts/cargo_of_tests.sh builds its library."""
+    command = f"build {LIKE_WORKSPACE} --package xla-ffi --lib --features xla-ffi/testing"
+    again = units(f"{command} {SETS['ci']}")
+    assert "xentile_xla" in again.values()
+    assert [name for key, name in again.items() if key not in tests["ci"]] == []
+
+
+def test_readme_in_ci_compiles_little_again(tests: dict[str, dict[str, str]]) -> None:
+    """What has neither kernels for GPUs nor frames for tests, and what is built on it."""
+    again = units("build --release")
+    little = {name for key, name in again.items() if key not in tests["ci"]}
+    assert little == {
+        *("xla_ffi", "xentile_cuda", "build-script-build", "xentile_xla"),
+        *("xentile_tools", "gradcheck", "microbench", "xentile"),
+    }
+
+
+def test_a_package_by_itself_is_compiled_again(tests: dict[str, dict[str, str]]) -> None:
     """That is what the others are held against."""
     alone = units("build --package xentile-xla")
-    assert {"xentile", "xentile_cpu"} <= {n for key, n in alone.items() if key not in tests}
+    again = {name for key, name in alone.items() if key not in tests["default"]}
+    assert {"xentile", "xentile_cpu"} <= again

@@ -46,7 +46,11 @@ use_sanitizers() {
 # Builds the library and the tools with the profile and the features of the tests of the tier host, which
 # compiled all that they need.
 build_binaries() {
-    cargo build --workspace --features xla-ffi/testing
+    cargo build "${profile[@]}" --workspace --features "xla-ffi/testing${cuda:+,$cuda}"
+    # README's commands put another one there, beside this tier.
+    mkdir -p "$target_dir/tests"
+    cp "$binaries/libxentile_xla.so" "$library.$$"
+    mv "$library.$$" "$library"
 }
 
 # Whether gradcheck can have pallas_bridge export programs and run them on XLA's CPU, which it is then
@@ -61,7 +65,7 @@ use_exported_programs() {
     local packages
     packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
     export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
-    export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
+    export XENTILE_XLA_LIBRARY=$library
     export XENTILE_PYTHON=python PYTHONPATH=$PWD/pallas_bridge/src
     export XENTILE_CACHE=$target_dir/programs
 }
@@ -69,16 +73,38 @@ use_exported_programs() {
 # Kernels for GPUs are compiled for the one architecture that has all of them, in every tier, so that a tier
 # finds what another compiled. No tier runs them: that they compile is held, so that they need no optimisation.
 compile_kernels_once() {
-    export XENTILE_CUDA_FAST_COMPILE=1
-    [[ -z ${XENTILE_CUDA_ARCHS:-} ]] || return 0
-    export XENTILE_CUDA_ARCHS=90a
-    echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS; the tier packaging compiles all"
+    export XENTILE_CUDA_FAST_COMPILE=1 XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
+    [[ $XENTILE_CUDA_ARCHS != 90a ]] ||
+        echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS; the tier packaging compiles all"
 }
+
+# In CI's set all is built in the profile that README's commands ask for, with the kernels for GPUs, once.
+profile=() profile_folder=debug cuda=""
+if [[ $XENTILE_TEST_SET == ci ]]; then
+    profile=(--release) profile_folder=release
+    export XENTILE_TEST_PROFILE=release # for examples that tests in Python build
+    if [[ -n ${XENTILE_NVCC:-} ]]; then
+        cuda=xentile-xla/cuda
+        compile_kernels_once >/dev/null
+    fi
+fi
 
 # The features that these have together are those of the whole workspace, which host's tests were built
 # with: of a package by itself, what it depends on has fewer, and is compiled again.
 # shellcheck disable=SC2034 # the tiers read it
-like_workspace=(--package xentile --package xentile-tools --package xentile-xla)
+like_workspace=("${profile[@]}" --package xentile --package xentile-tools --package xentile-xla ${cuda:+--features "$cuda"})
+
+# In CI's set the tier host has run the tests that need nothing.
+# shellcheck disable=SC2034 # the tiers read it
+rest=--include-ignored
+[[ $XENTILE_TEST_SET != ci ]] || rest=--ignored
+
+# In CI's set, has what builds the wheel take what tests were built with.
+use_cargo_of_tests() {
+    [[ $XENTILE_TEST_SET == ci ]] || return 0
+    export CARGO=$PWD/scripts/cargo_of_tests.sh
+    echo "left out: the profile release with its own settings, by which the tier packaging builds the wheel; here it has those of dev"
+}
 
 # For tiers in which programs run slowly.
 try_fewer_arguments() {
@@ -93,4 +119,5 @@ host_triple() {
 target_dir=${CARGO_TARGET_DIR:-$PWD/target}
 # Where `build_binaries` puts what it makes.
 # shellcheck disable=SC2034 # the tiers read it
-binaries=$target_dir/debug
+binaries=$target_dir/$profile_folder
+library=$target_dir/tests/libxentile_xla.so

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The site in docs/: it builds without a warning, what is made from code is up to date, and the code on its
-# pages runs. The first two in a virtual environment of their own, pages in environments that have the wheel.
+# pages runs. The first two in the environment of the tier train, with Sphinx; pages in environments that have the wheel.
 source scripts/tiers/common.sh
 source scripts/jax_environment.sh
 
-XENTILE_VENV=.venv-docs scripts/setup.sh scripts/requirements-{jax,test,train,docs}.txt
-export PATH=$PWD/.venv-docs/bin:$PATH
+XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,train,docs}.txt
+export PATH=$PWD/.venv-train/bin:$PATH
 compile_kernels_once
 build_pallas_bridge
 cargo build --release

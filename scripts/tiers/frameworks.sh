@@ -11,7 +11,7 @@ python=$(find_python 0.11.2) || {
 }
 scripts/setup.sh scripts/requirements-frameworks.txt
 build_binaries
-export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
+export XENTILE_XLA_LIBRARY=$library
 export PYTHONPATH=$PWD/pallas_bridge/src:$PWD JAX_PLATFORMS=cpu
 
 status=0

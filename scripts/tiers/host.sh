@@ -4,7 +4,9 @@ source scripts/tiers/common.sh
 
 compile_kernels_once
 status=0
-if [[ -n ${XENTILE_NVCC:-} ]]; then
+if [[ -n $cuda ]]; then
+    echo "left out: tests of crates without the feature cuda, which README's commands build"
+elif [[ -n ${XENTILE_NVCC:-} ]]; then
     # Whole files of tests, as the feature adds nothing to others. Beside all that has the features of the
     # workspace: the kernels for CPUs are there, and would be compiled again for two packages by themselves.
     # First, as both build a libxentile_xla.so, and later tiers find the one that was built last.
@@ -15,7 +17,7 @@ if [[ -n ${XENTILE_NVCC:-} ]]; then
 else
     echo "left out: what the feature cuda adds, which needs CUDA's compiler"
 fi
-cargo test --workspace --no-fail-fast || status=1
+cargo test --no-fail-fast "${profile[@]}" --workspace ${cuda:+--features "$cuda"} || status=1
 for flag in avx2 avx512f avx512_bf16 amx_bf16; do
     grep --quiet --word-regexp $flag /proc/cpuinfo 2>/dev/null ||
         echo "left out: what is written for $flag, which this processor has not"

@@ -9,7 +9,7 @@ packages=$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
 export XENTILE_PJRT_INCLUDE=$packages/xla_plugins/xla_cpu_pjrt/include
 
-cargo test "${like_workspace[@]}" --test xla -- --include-ignored
+cargo test "${like_workspace[@]}" --test xla -- "$rest"
 # Its other tests need other plug-ins.
 cargo test "${like_workspace[@]}" --package pjrt-client --no-fail-fast \
-    --test abi --test cpu --test open --test soak -- --include-ignored
+    --test abi --test cpu --test open --test soak -- "$rest"

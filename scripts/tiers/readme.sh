@@ -3,4 +3,5 @@
 source scripts/tiers/common.sh
 
 compile_kernels_once
+use_cargo_of_tests
 pytest -v scripts/tests/test_readme.py

@@ -11,10 +11,10 @@ export XENTILE_PJRT_TPU=$packages/libtpu/libtpu.so
 export XENTILE_PJRT_CPU=$packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so
 
 # With what they print, which is estimates beside what was measured.
-cargo test "${like_workspace[@]}" --test xla_tpu -- --include-ignored --show-output
+cargo test "${like_workspace[@]}" --test xla_tpu -- "$rest" --show-output
 # Neither the metadata server nor the devices that the lock is about are there.
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
-    cargo test "${like_workspace[@]}" --package pjrt-client --test tpu_aot -- --include-ignored
+    cargo test "${like_workspace[@]}" --package pjrt-client --test tpu_aot -- "$rest"
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     cargo test "${like_workspace[@]}" --lib -- --ignored a_matrix_is_put_in_the_order_that_programs_take
 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu PYTHONPATH=pallas_bridge/src \

@@ -7,7 +7,7 @@ source scripts/tiers/common.sh
 XENTILE_VENV=.venv-train scripts/setup.sh scripts/requirements-{jax,test,real,train}.txt
 export PATH=$PWD/.venv-train/bin:$PATH
 build_binaries
-export XENTILE_XLA_LIBRARY=$binaries/libxentile_xla.so
+export XENTILE_XLA_LIBRARY=$library
 export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
 
 status=0

@@ -6,6 +6,7 @@ pytest crates/xentile-programs/tests/jax, in a Python that has pallas_bridge
 # ruff: noqa: ANN401 (arrays, keys and fixtures are whatever JAX and pytest take)
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def programs() -> Iterator[Any]:
     # Of the workspace, whose features other tests were built with: alone it would have others.
-    build = ["cargo", "build", "--quiet", "--workspace", "--example", "programs"]
-    subprocess.run(build, cwd=ROOT, check=True)
-    metadata = ["cargo", "metadata", "--no-deps", "--format-version", "1"]
-    target = subprocess.run(metadata, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    binary = Path(json.loads(target.stdout)["target_directory"]) / "debug/examples/programs"
+    build = ["cargo", "build", "--workspace", "--example", "programs", "--message-format", "json"]
+    build += ["--profile", os.environ.get("XENTILE_TEST_PROFILE", "dev")]
+    lines = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    made = [one["executable"] for one in map(json.loads, lines.splitlines()) if "executable" in one]
+    (binary,) = filter(None, made)
 
     def text(*arguments: Any, **keys: Any) -> str:
         words = [*map(str, arguments), *(f"{key}={value}" for key, value in keys.items())]

@@ -7,6 +7,7 @@ pytest crates/xla-ffi/tests/jax
 
 import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ NAMES = (
 def library() -> ctypes.CDLL:
     # Of the workspace, whose features other tests were built with: alone it would have others.
     command = ["cargo", "build", "--workspace", "--example", "jax_handlers"]
+    command += ["--profile", os.environ.get("XENTILE_TEST_PROFILE", "dev")]
     command += ["--message-format", "json"]
     lines = subprocess.run(command, cwd=CRATE, stdout=subprocess.PIPE, text=True, check=True).stdout
     for message in map(json.loads, lines.splitlines()):
