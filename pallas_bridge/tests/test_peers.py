@@ -1,6 +1,7 @@
 """The programs that time ours beside other projects, on small shapes, with peers that are here."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 PEERS = Path(__file__).resolve().parents[2] / "benches" / "peers"
+# Programs are compiled in a hurry: no time is looked at.
+QUICKLY = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 pytestmark = [
     pytest.mark.numbers,
@@ -21,6 +24,7 @@ def run(tmp_path: Path, script: str, *arguments: str) -> dict[str, Any]:
     written = tmp_path / "results.json"
     done = subprocess.run(
         [sys.executable, PEERS / script, "--platform", "cpu", "--json", written, *arguments],
+        env=QUICKLY,
         capture_output=True,
         text=True,
         timeout=300,
@@ -29,6 +33,7 @@ def run(tmp_path: Path, script: str, *arguments: str) -> dict[str, Any]:
     return {row["peer"]: row["found"] for row in json.loads(written.read_text())["results"]}
 
 
+@pytest.mark.few(0)
 def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
     found = run(
         tmp_path,
@@ -136,6 +141,7 @@ def test_programs_are_timed_in_turns(
     more = ["--json", written, "--seconds", "0", *arguments.split()]
     done = subprocess.run(
         [sys.executable, PEERS.parent / script, *more],
+        env=QUICKLY,
         capture_output=True,
         text=True,
         timeout=300,
@@ -155,6 +161,7 @@ def test_programs_are_timed_in_turns(
 def test_peers_that_are_not_there_are_refused() -> None:
     done = subprocess.run(
         [sys.executable, PEERS / "linear_cross_entropy.py", "--peers", "xentile;another"],
+        env=QUICKLY,
         capture_output=True,
         text=True,
     )
