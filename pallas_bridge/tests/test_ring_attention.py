@@ -71,7 +71,7 @@ def arrays_of(rng: np.random.Generator, dtype: str, *, sinks: bool = False) -> d
     return arrays | ({"sinks": jnp.asarray(rng.normal(size=4), "float32")} if sinks else {})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @NEEDS_DEVICES
 @pytest.mark.parametrize(("case", "way", "dtype", "implementation"), dict.fromkeys(RUNS))
 def test_results_and_gradients_are_those_of_whole_sequences(
