@@ -170,7 +170,7 @@ def test_blocks_of_attention_are_the_transformer(rng: np.random.Generator) -> No
     assert jnp.array_equal(found, nnx.merge(other, params)(batch, jnp.float32))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("kernel", ["baseline", "ours"])
 def test_remat_changes_no_gradient(rng: np.random.Generator, kernel: Any) -> None:
     of = with_pattern(TEST, "MDA", 3)

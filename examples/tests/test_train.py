@@ -77,6 +77,7 @@ def test_optimizers_train_as_well(train: Runner, optimizer: str, param_dtype: st
     assert np.mean(losses[-5:]) < np.mean(right[-5:]) + (0.4 if optimizer == "muon" else 0.1)
 
 
+@pytest.mark.few(0)
 def test_eight_bits_on_a_mesh_and_resumed(train: Runner, tmp_path: Path) -> None:
     """A device has whole blocks of 256 columns, as without a mesh."""
     of: Any = {"dtype": "float32", "optimizer": "adamw8bit", "model_size": "small"}
