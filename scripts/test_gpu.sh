@@ -21,7 +21,7 @@
 # With --devices N, of 2 and more, the sections are these, over N GPUs of one machine:
 #
 #     meshes        the tests of pallas_bridge that need several devices, by JOBS processes (8)
-#     scaling       both cross-entropies on N GPUs beside one, and the time in collectives
+#     scaling       losses and training steps on N GPUs beside one, and the time in collectives
 #
 # Sections run one after another. A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary

@@ -1,27 +1,34 @@
-"""Cross-entropy, over logits and linear, on several devices and on one, and its collectives.
+"""Cross-entropy and training steps on several devices and on one, and their collectives.
 
     python benches/peers/devices.py --devices 2 --json FILE [--seconds S]
+        [--parts losses training all-reduce] [--model NAME] [--meshes AXIS ...]
 
-A cell is a loss, value and gradient of the mean in bfloat16 of normal inputs, with tokens or the
-vocabulary sharded over the devices. Its programs are of one device and of all. The time in
-collectives is that of NCCL's kernels in a profile, on the device with the most. A bandwidth is of
-one all-reduce: bytes of the array over time.
+A cell of a loss is its value and the gradient of the mean in bfloat16 of normal inputs, with tokens
+or the vocabulary sharded over the devices. A cell of training is a step of examples/train over a
+mesh of one axis, with `SEQUENCES` a device or in all, beside a step of one device with as many. The
+programs of a cell run in turns; its speedup is that of tokens a second. The time in collectives is
+that of NCCL's kernels in a profile, on the device with the most. A bandwidth is of one all-reduce:
+bytes of the array over time.
 """
 
+import concurrent.futures
 import glob
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benches"), str(ROOT / "examples")]
 
 import harness
 import jax
 import jax.numpy as jnp
+import train_step
 from harness import PROGRAMS, Clock, Row
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +36,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_bridge import cross_entropy, linear_cross_entropy
 
 LOGITS = (8192, 151936)
+MORE_LOGITS = (65536, 151936)
 LINEAR = (8192, 4096, 151936)
+# Sequences of a training step on one device, and steps that a profile is of.
+SEQUENCES, STEPS = 4, 3
+PARTS = ("losses", "training", "all-reduce")
 SIZES_MIB = (1, 16, 64, 256, 1187)
 
 
@@ -52,18 +63,18 @@ def placed(mesh: jax.sharding.Mesh, dtype: Any, spec: P, *shape: int, scale: flo
     return jax.device_put(jax.jit(draw)(), sharding)
 
 
-def over_logits(mesh: jax.sharding.Mesh, cut: str) -> Any:
+def over_logits(shape: tuple[int, int], mesh: jax.sharding.Mesh, cut: str) -> Any:
     """The program of a loss over logits, and its arrays."""
-    tokens, vocab = LOGITS
+    tokens, vocab = shape
     of_z, of_y = (P("x"), P("x")) if cut == "tokens" else (P(None, "x"), P())
     z = placed(mesh, jnp.bfloat16, of_z, tokens, vocab)
     y = placed(mesh, jnp.int32, of_y, tokens, scale=vocab)
     return jax.value_and_grad(cross_entropy), (z, y)
 
 
-def linear(mesh: jax.sharding.Mesh, cut: str) -> Any:
+def linear(shape: tuple[int, int, int], mesh: jax.sharding.Mesh, cut: str) -> Any:
     """The program of a linear loss, and its arrays."""
-    tokens, width, vocab = LINEAR
+    tokens, width, vocab = shape
     of_h, of_w = (P("x"), P()) if cut == "tokens" else (P(), P("x"))
     h = placed(mesh, jnp.bfloat16, of_h, tokens, width)
     w = placed(mesh, jnp.bfloat16, of_w, vocab, width, scale=width**-0.5)
@@ -81,7 +92,7 @@ def compiled(make: Any, cut: str, count: int) -> tuple[Clock, int]:
     return harness.wall_clock(lambda: program(*arrays)), memory.temp_size_in_bytes
 
 
-def in_collectives(clock: Clock, calls: int = 3) -> dict[str, float]:
+def in_collectives(clock: Clock, calls: int = STEPS) -> dict[str, float]:
     """Milliseconds of a call in each of NCCL's kernels, on the device with the most."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -132,19 +143,78 @@ def measured(make: Any, cut: str, count: int, seconds: float) -> Row:
     }
 
 
+class Training:
+    """Steps of examples/train over meshes of one axis, and on one device."""
+
+    def __init__(self, model: str, axes: list[str], count: int) -> None:
+        """Compiles all programs at once; a program is named by its axis and sequences a step."""
+        from train.config import Options, resolve
+        from train.step import make_program, with_kernels
+
+        def made(mesh: str, batch: int) -> tuple[Any, Any, Any]:
+            options = Options(model_size=model, mesh=mesh, batch_size=batch)
+            program = make_program(with_kernels(resolve(options)))
+            return program, program.compile(), train_step.random_batch(program.config)
+
+        wanted = {("", SEQUENCES): ""}
+        for axis in axes:
+            wanted |= {(axis, batch): f"{axis}={count}" for batch in (count * SEQUENCES, SEQUENCES)}
+        with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+            self.futures = {key: pool.submit(made, mesh, key[1]) for key, mesh in wanted.items()}
+            concurrent.futures.wait(self.futures.values())
+        self.states: dict[str, Any] = {}
+
+    def clock(self, axis: str, batch: int) -> tuple[Clock, Any]:
+        """The clock of a program's steps, and the program."""
+        program, compiled, arrays = self.futures[axis, batch].result()
+        arrays = jax.device_put(arrays, program.batch_sharding())
+        if axis not in self.states:
+            # One for all programs of a mesh.
+            self.states = {name: of for name, of in self.states.items() if not name}
+            self.states[axis] = program.initial()
+
+        def seconds(calls: int) -> float:
+            begun = time.perf_counter()
+            for _ in range(calls):
+                self.states[axis], told = compiled(self.states[axis], arrays)
+            jax.block_until_ready((self.states[axis], told))
+            return (time.perf_counter() - begun) / calls
+
+        return seconds, compiled
+
+    def measured(self, axis: str, batch: int, seconds: float) -> Row:
+        """Measures a cell."""
+        (one, _), (every, compiled) = self.clock("", SEQUENCES), self.clock(axis, batch)
+        turns = {"one": partial(one, STEPS), "all": partial(every, STEPS)}
+        times = harness.in_turns(turns, least=3, seconds=seconds)
+        ratio = harness.median_ratio(times["one"], times["all"])
+        return {
+            "ms": {key: 1e3 * statistics.median(of) for key, of in times.items()},
+            "speed_up": ratio * batch / SEQUENCES,
+            "rounds": len(times["one"]),
+            "temporary_bytes": {"each": compiled.memory_analysis().temp_size_in_bytes},
+            "collectives_ms": in_collectives(every),
+        }
+
+
 def texts_of(row: Row) -> list[str]:
     """The cells of a row's line."""
+    shape = "x".join(map(str, row["shape"]))
     if "ms" not in row:
-        return [row["loss"], row["cut"], "", "", "", ""]
+        return [row["loss"], shape, row["cut"], "", "", "", ""]
     collectives = ", ".join(f"{name} {ms:.3f}" for name, ms in row["collectives_ms"].items())
     times = [f"{row['ms'][key]:.3f}" for key in ("one", "all")]
-    return [row["loss"], row["cut"], *times, f"{row['speed_up']:.3f}", collectives or "none"]
+    return [row["loss"], shape, row["cut"], *times, f"{row['speed_up']:.3f}", collectives or "none"]
 
 
 def main() -> int:
     """Measures, prints tables and writes JSON after every cell."""
     parser = harness.parser(__doc__, seconds=3)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="preset of examples/train")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
+    meshes = ("data", "fsdp", "model")
+    parser.add_argument("--meshes", nargs="*", default=meshes, help="of training, an axis each")
     options = parser.parse_args()
     count = options.devices
     if jax.device_count() < count:
@@ -153,14 +223,35 @@ def main() -> int:
     results = harness.Results(options.json, all_reduce=bandwidths)
 
     def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
-        for name, make, shape in (("logits", over_logits, LOGITS), ("linear", linear, LINEAR)):
-            for cut in ("tokens", "vocabulary"):
-                cell = {"loss": name, "cut": cut, "shape": shape, "devices": count}
-                yield cell, partial(measured, make, cut, count, options.seconds)
+        losses = (
+            ("linear", linear, LINEAR, "vocabulary"),
+            ("linear", linear, LINEAR, "tokens"),
+            ("logits", over_logits, LOGITS, "vocabulary"),
+            ("logits", over_logits, LOGITS, "tokens"),
+            ("logits", over_logits, MORE_LOGITS, "tokens"),
+        )
+        for name, make, shape, cut in losses if "losses" in options.parts else ():
+            cell = {"loss": name, "cut": cut, "shape": shape, "devices": count}
+            yield cell, partial(measured, partial(make, shape), cut, count, options.seconds)
+        if "training" not in options.parts:
+            return
+        training = Training(options.model, options.meshes, count)
+        for axis in options.meshes:
+            for batch in (count * SEQUENCES, SEQUENCES):
+                cell = {"loss": options.model, "cut": axis, "shape": [batch], "devices": count}
+                yield cell, partial(training.measured, axis, batch, options.seconds)
 
-    heads = ["loss", "sharded", "one device (ms)", "all (ms)", "one / all", "collectives (ms)"]
+    heads = [
+        "program",
+        "shape",
+        "sharded",
+        "one device (ms)",
+        "all (ms)",
+        "one / all",
+        "collectives (ms)",
+    ]
     failed = harness.measure_cells(cells(), results, heads, texts_of)
-    for mib in SIZES_MIB:
+    for mib in SIZES_MIB if "all-reduce" in options.parts else ():
         turns = {"all": partial(all_reduce(mib, count), PROGRAMS)}
         times = harness.in_turns(turns, seconds=options.seconds / 10)
         seconds = statistics.median(times["all"])
