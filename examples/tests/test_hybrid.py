@@ -76,10 +76,8 @@ def mamba2(of: Hybrid, w: Any, u: F64, segments: Any) -> F64:
         rows.append(row.reshape(-1))
     assert packed.shape[1] == inner + 2 * states
     gated = (np.stack(rows) * silu(u @ w["gate"])).reshape(len(u), of.ssm_groups, -1)
-    parts = [
-        norm(gated[:, group], w["norms"][str(group)]["weight"]) for group in range(of.ssm_groups)
-    ]
-    return np.concatenate(parts, -1) @ w["out"]
+    weight = w["group_norm"]["weight"].reshape(of.ssm_groups, -1)
+    return norm(gated, weight).reshape(len(u), -1) @ w["out"]
 
 
 def gated_delta_net(of: Hybrid, w: Any, u: F64, segments: Any) -> F64:

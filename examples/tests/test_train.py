@@ -196,6 +196,10 @@ def test_checkpoints_are_kept_to_the_newest(train: Runner, tmp_path: Path) -> No
         ("--mesh data=3", "splits --batch_size 8 over 3 devices (data), which do not divide it"),
         ("--mesh fsdp=5 --batch_size 5", "splits the hidden size 32 over 5 devices (fsdp)"),
         ("--mesh model=7", "splits --vocab_size 512 over 7 devices (model)"),
+        (
+            "--mesh model=4 --model_size hybrid-test",
+            "splits the heads of the delta rule 2 over 4 devices (model)",
+        ),
         ("--mesh data=16 --batch_size 16", "has 16 devices and this machine 8: name fewer"),
         ("--resume absent", "is no folder: name one with checkpoints"),
         ("--batch_size many", "invalid int value: 'many': see --help"),

@@ -23,8 +23,8 @@ AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
 LOOP_CHOICES = (AUTO, *LAYER_LOOPS)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
-# vocabulary, of the embedding and of the head, and of no hybrid the heads, the feed-forward layer
-# and between both the sequence.
+# vocabulary, of the embedding and of the head, the heads, the feed-forward layer and between both
+# the sequence.
 MESH_AXES = ("data", "fsdp", "model")
 # Letters of a hybrid's blocks: Mamba-2, gated DeltaNet, attention.
 BLOCKS = ("M", "D", "A")
@@ -212,7 +212,7 @@ class Config:
     @property
     def is_packed(self) -> bool:
         """Whether queries, keys and values are one array, and gate and up."""
-        return "model" not in self.mesh or self.model.hybrid is not None
+        return "model" not in self.mesh
 
     def shape(self) -> dict[str, object]:
         """What a checkpoint's arrays depend on, by name."""
@@ -329,16 +329,27 @@ def check_mesh(config: Config) -> None:
         ("--batch_size", config.batch, over_batch, "data x fsdp"),
         ("the hidden size", model.width, mesh.get("fsdp", 1), "fsdp"),
         ("--vocab_size", model.vocab, count, "model"),
+        ("--context_length", config.length, count, "model"),
     ]
-    if model.hybrid is None:
-        split += [
-            ("--context_length", config.length, count, "model"),
-            ("the heads", model.heads, count, "model"),
-            ("the feed-forward columns", model.ffn, count, "model"),
-        ]
-        # Devices may share a head of keys, of which each has some columns.
-        if count % model.kv_heads or model.kv_heads * model.head_width % count:
-            split += [("the heads of keys", model.kv_heads, count, "model")]
+    hybrid = model.hybrid
+    blocks = "A" if hybrid is None else hybrid.pattern
+    # Devices may share a head of keys, or a group.
+    shared: list[tuple[str, int]] = []
+    if "M" in blocks and hybrid is not None:
+        split.append(("the heads of Mamba-2", hybrid.ssm_heads, count, "model"))
+        shared.append(("the groups of Mamba-2", hybrid.ssm_groups))
+    if "D" in blocks and hybrid is not None:
+        split.append(("the heads of the delta rule", hybrid.delta_heads, count, "model"))
+        shared.append(("the heads of keys of the delta rule", hybrid.delta_key_heads))
+    if "A" in blocks:
+        split.append(("the heads", model.heads, count, "model"))
+        # Each device has some of their columns.
+        if model.kv_heads * model.head_width % count:
+            split.append(("the heads of keys", model.kv_heads, count, "model"))
+        shared.append(("the heads of keys", model.kv_heads))
+    if {"A", "D"} & {*blocks}:
+        split.append(("the feed-forward columns", model.ffn, count, "model"))
+    split += [(what, size, count, "model") for what, size in shared if count % size]
     for what, size, parts, over in split:
         if size % parts:
             raise InputError(

@@ -18,6 +18,7 @@ from flax import nnx
 import pallas_bridge
 
 from .config import Hybrid, LayerKernel, Model
+from .shards import Shards, packed
 
 Array = jax.Array
 # Bounds of the steps dt, log-uniform at first, and of the decays' rates A; from the authors' code
@@ -39,11 +40,15 @@ class MixerParts:
     of: Model
     # Makes an RMSNorm of so many columns.
     norm: Callable[[int], Callable[[Array], Array]]
+    # Makes one of each of so many groups of columns.
+    group_norm: Callable[[int, int], Callable[[Array], Array]]
     # Initializers of matrices, and of those that add to the residual stream.
     normal: Any
     deep: Any
     linear_attention: LayerKernel
     conv: LayerKernel
+    # How matrices are sharded: by heads.
+    shards: Shards
 
     @property
     def hybrid(self) -> Hybrid:
@@ -71,36 +76,37 @@ class Mamba2(nnx.Module):
         """Begins with steps in `STEPS` and rates in `MAMBA_RATES`."""
         of, width = parts.hybrid, parts.of.width
         self.of, self.kernel, self.conv_kernel = of, parts.linear_attention, parts.conv
+        self.shards = shards = parts.shards
         inner, heads = of.ssm_heads * of.ssm_head_width, of.ssm_heads
-        mixed = inner + 2 * of.ssm_groups * of.ssm_state
-        self.gate = nnx.Param(parts.normal(rngs(), (width, inner)))
+        states = of.ssm_groups * of.ssm_state
         # x, B and C, packed.
-        self.inner = nnx.Param(parts.normal(rngs(), (width, mixed)))
+        widths, mixed = {"x": inner, "b": states, "c": states}, inner + 2 * states
+        self.heads = {"x": heads, "b": of.ssm_groups, "c": of.ssm_groups}
+        self.gate = nnx.Param(parts.normal(rngs(), (width, inner)))
+        self.inner = packed(parts.normal(rngs(), (width, mixed)), widths, shards)
         self.steps = nnx.Param(parts.normal(rngs(), (width, heads)))
-        self.conv = nnx.Param(conv_weight(rngs(), (mixed, of.conv_width)))
-        self.conv_bias = nnx.Param(conv_weight(rngs(), (mixed, of.conv_width))[:, 0])
+        self.conv = packed(conv_weight(rngs(), (mixed, of.conv_width)), widths, shards, 0)
+        bias = conv_weight(rngs(), (mixed, of.conv_width))[:, 0]
+        self.conv_bias = packed(bias, widths, shards)
         self.dt_bias = nnx.Param(step_bias(rngs(), heads))
         self.log_rate = nnx.Param(log_rates(rngs(), heads, MAMBA_RATES))
         self.skip = nnx.Param(jnp.ones(heads))
         # Of each group its own, as the authors have it.
-        self.norms = nnx.Dict(
-            {str(group): parts.norm(inner // of.ssm_groups) for group in range(of.ssm_groups)}
-        )
+        self.group_norm = parts.group_norm(inner, of.ssm_groups)
         self.out = nnx.Param(parts.deep(rngs(), (inner, width)))
 
     def __call__(self, u: Array, segments: Array | None = None) -> Array:
         """Mixes u [B, T, D]; states start anew where segments [B, T] change."""
-        of = self.of
-        batch, length, _ = u.shape
+        of, join = self.of, self.shards.join
         with jax.named_scope("projections"):
-            z, packed, raw = (
-                u @ one[...].astype(u.dtype) for one in (self.gate, self.inner, self.steps)
-            )
-        packed = convolve(self.conv_kernel, packed, self.conv[...], self.conv_bias[...], segments)
-        columns = of.ssm_groups * of.ssm_state
-        x, b, c = jnp.split(packed, (z.shape[-1], z.shape[-1] + columns), axis=-1)
-        x = x.reshape(batch, length, of.ssm_heads, of.ssm_head_width)
-        b, c = (one.reshape(batch, length, of.ssm_groups, of.ssm_state) for one in (b, c))
+            matrices = self.gate[...], join(self.inner, self.heads), self.steps[...]
+            z, mixed, raw = self.shards.project(u, *matrices)
+        weight, bias = join(self.conv, self.heads, 0), join(self.conv_bias, self.heads)
+        mixed = convolve(self.conv_kernel, mixed, weight, bias, segments)
+        columns = z.shape[-1]
+        x, b, c = jnp.split(mixed, (columns, (columns + mixed.shape[-1]) // 2), axis=-1)
+        x = x.reshape(*x.shape[:2], -1, of.ssm_head_width)
+        b, c = (one.reshape(*one.shape[:2], -1, of.ssm_state) for one in (b, c))
         with jax.named_scope("gates"):
             added, g = written(x, raw, self.dt_bias[...], self.log_rate[...])
         with jax.named_scope("linear_attention"):
@@ -114,13 +120,9 @@ class Mamba2(nnx.Module):
             )
         with jax.named_scope("gates"):
             y = skipped_and_gated(y, x, self.skip[...], z)
-        split = jnp.split(y, of.ssm_groups, axis=-1)
-        y = jnp.concatenate(
-            [self.norms[str(group)](one) for group, one in enumerate(split)], axis=-1
-        )
+        y = self.group_norm(y)
         with jax.named_scope("projections"):
-            result: Array = y @ self.out[...].astype(u.dtype)
-            return result
+            return self.shards.project_back(y, self.out[...])
 
 
 class GatedDeltaNet(nnx.Module):
@@ -137,14 +139,17 @@ class GatedDeltaNet(nnx.Module):
         """Begins with steps in `STEPS` and rates in `DELTA_RATES`."""
         of, width = parts.hybrid, parts.of.width
         self.of, self.kernel, self.conv_kernel = of, parts.linear_attention, parts.conv
-        keys, values = of.delta_key_heads * of.delta_key_width, of.delta_heads
-        values *= of.delta_value_width
+        self.shards = shards = parts.shards
+        heads, key_heads = of.delta_heads, of.delta_key_heads
+        keys, values = key_heads * of.delta_key_width, heads * of.delta_value_width
+        # q, k and v, packed; and b and a of each head.
+        widths, mixed = {"q": keys, "k": keys, "v": values}, 2 * keys + values
+        self.heads = {"q": key_heads, "k": key_heads, "v": heads}
+        self.of_rates = {"b": heads, "a": heads}
         self.gate = nnx.Param(parts.normal(rngs(), (width, values)))
-        # q, k and v, packed.
-        self.inner = nnx.Param(parts.normal(rngs(), (width, 2 * keys + values)))
-        # b and a of each head, packed.
-        self.rates = nnx.Param(parts.normal(rngs(), (width, 2 * of.delta_heads)))
-        self.conv = nnx.Param(conv_weight(rngs(), (2 * keys + values, of.conv_width)))
+        self.inner = packed(parts.normal(rngs(), (width, mixed)), widths, shards)
+        self.rates = packed(parts.normal(rngs(), (width, 2 * heads)), self.of_rates, shards)
+        self.conv = packed(conv_weight(rngs(), (mixed, of.conv_width)), widths, shards, 0)
         self.dt_bias = nnx.Param(step_bias(rngs(), of.delta_heads))
         self.log_rate = nnx.Param(log_rates(rngs(), of.delta_heads, DELTA_RATES))
         self.norm = parts.norm(of.delta_value_width)
@@ -152,17 +157,16 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, u: Array, segments: Array | None = None) -> Array:
         """Mixes u [B, T, D]; states start anew where segments [B, T] change."""
-        of = self.of
-        batch, length, _ = u.shape
+        of, join = self.of, self.shards.join
         with jax.named_scope("projections"):
-            z, packed, raw = (
-                u @ one[...].astype(u.dtype) for one in (self.gate, self.inner, self.rates)
-            )
-        packed = convolve(self.conv_kernel, packed, self.conv[...], None, segments)
-        keys = of.delta_key_heads * of.delta_key_width
-        q, k, v = jnp.split(packed, (keys, 2 * keys), axis=-1)
-        q, k = (one.reshape(batch, length, -1, of.delta_key_width) for one in (q, k))
-        v = v.reshape(batch, length, of.delta_heads, of.delta_value_width)
+            matrices = self.gate[...], join(self.inner, self.heads), join(self.rates, self.of_rates)
+            z, mixed, raw = self.shards.project(u, *matrices)
+        weight = join(self.conv, self.heads, 0)
+        mixed = convolve(self.conv_kernel, mixed, weight, None, segments)
+        keys = (mixed.shape[-1] - z.shape[-1]) // 2
+        q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+        q, k = (one.reshape(*one.shape[:2], -1, of.delta_key_width) for one in (q, k))
+        v = v.reshape(*v.shape[:2], -1, of.delta_value_width)
         with jax.named_scope("gates"):
             q, k = l2_normalised(q), l2_normalised(k)
             strength, g = delta_gates(raw, self.dt_bias[...], self.log_rate[...])
@@ -181,8 +185,7 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("gates"):
             y = gated(y.reshape(z.shape), z)
         with jax.named_scope("projections"):
-            result: Array = y @ self.out[...].astype(u.dtype)
-            return result
+            return self.shards.project_back(y, self.out[...])
 
 
 def choice(function: Callable[..., Any], kernel: LayerKernel) -> dict[str, Any]:

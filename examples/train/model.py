@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -21,7 +20,7 @@ from pallas_bridge import checkpoint_policies
 
 from .config import Hybrid, LayerKernel, LayerLoop, Model, Remat
 from .mixers import GatedDeltaNet, Mamba2, MixerParts
-from .shards import WHOLE, Shards, save_all_but_weights
+from .shards import WHOLE, Shards, packed, save_all_but_weights
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -113,6 +112,16 @@ class Kernels:
     shards: Shards = WHOLE
 
 
+def normalise(kernel: LayerKernel, x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm of x [.., D], in its dtype."""
+    if kernel == "ours":
+        return pallas_bridge.rms_norm(x, weight, eps=eps)
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    y: Array = (wide * scale * weight).astype(x.dtype)
+    return y
+
+
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich, 2019), of the last axis."""
 
@@ -126,12 +135,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Normalises x [.., D]; in its dtype."""
         with jax.named_scope("norms"):
-            if self.kernel == "ours":
-                return pallas_bridge.rms_norm(x, self.weight[...], eps=self.eps)
-            wide = x.astype(jnp.float32)
-            scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-            y: Array = (wide * scale * self.weight[...]).astype(x.dtype)
-            return y
+            return normalise(self.kernel, x, self.weight[...], self.eps)
 
     def after(self, branch: Array, stream: Array) -> tuple[Array, Array]:
         """Adds a branch to the residual stream, and normalises the sum; returns both."""
@@ -159,16 +163,32 @@ class Norm(nnx.Module):
             return shards.gather_rows(x) @ matrix.astype(x.dtype), stream
 
 
-def packed(array: Array, widths: dict[str, int], shards: Shards) -> Any:
-    """Returns the parameter of columns [.., N], or one for each name where devices have shards.
+class GroupNorm(nnx.Module):
+    """RMSNorm of each group of columns, the groups sharded over devices, or shared by some."""
 
-    Even shards of the packed columns would not have some of every name.
-    """
-    if shards.is_whole:
-        return nnx.Param(array)
-    ends = np.cumsum([*widths.values()])[:-1]
-    parts = zip(widths, jnp.split(array, ends, axis=-1), strict=True)
-    return nnx.Dict({name: nnx.Param(part) for name, part in parts})
+    def __init__(
+        self, width: int, groups: int, eps: float, kernel: LayerKernel, shards: Shards
+    ) -> None:
+        """Begins with a weight of ones, [width] float32."""
+        self.weight = nnx.Param(jnp.ones(width))
+        self.groups, self.eps, self.kernel, self.shards = groups, eps, kernel, shards
+
+    def __call__(self, x: Array) -> Array:
+        """Normalises a device's columns of x [.., D]; in its dtype."""
+        shards, weight = self.shards, self.weight[...]
+        if self.groups % shards.count == 0:
+            count = self.groups // shards.count
+            parts = zip(jnp.split(x, count, -1), jnp.split(weight, count), strict=True)
+            with jax.named_scope("norms"):
+                return jnp.concatenate(
+                    [normalise(self.kernel, *one, self.eps) for one in parts], -1
+                )
+        with jax.named_scope("norms"):
+            wide = x.astype(jnp.float32)
+            square = shards.sum_of_head((wide * wide).sum(-1, keepdims=True), self.groups)
+            columns = x.shape[-1] * shards.count // self.groups
+            scale = jax.lax.rsqrt(square / columns + self.eps)
+            return (wide * scale * weight).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -458,7 +478,9 @@ def mixer_parts(of: Model, kernels: Kernels) -> MixerParts:
     """Returns the `MixerParts` of a model."""
     normal, deep = initializers(of)
     make_norm = partial(Norm, eps=of.norm_eps, kernel=kernels.norm)
-    return MixerParts(of, make_norm, normal, deep, kernels.linear_attention, kernels.conv)
+    group_norm = partial(GroupNorm, eps=of.norm_eps, kernel=kernels.norm, shards=kernels.shards)
+    chosen = kernels.linear_attention, kernels.conv, kernels.shards
+    return MixerParts(of, make_norm, group_norm, normal, deep, *chosen)
 
 
 def initializers(of: Model) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism: the collectives of a block within `jax.shard_map`.
 
 Matrices are sharded over the axis `model` (Megatron-LM; Shoeybi et al., 2019, arXiv:1909.08053):
-those into heads and into the feed-forward layer by columns, those out of both by rows. Between them
+those into heads and into the feed-forward layer by columns, those out of both by rows. So are the
+convolutions, gates and norms of a hybrid's mixers, whose recurrences run by heads. Between them
 the residual stream is sharded along the sequence (Korthikanti et al., 2022, arXiv:2205.05198). So a
 block gathers rows before each product with columns and scatters sums after each with rows, twice
 each. Gradients of these are the opposite collectives.
@@ -12,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from .config import Config
 
@@ -29,7 +32,7 @@ class Shards:
 
     @staticmethod
     def of(config: Config) -> "Shards":
-        """Returns the axes if the mesh has `model`, but for hybrids, whose blocks stay whole."""
+        """Returns the axes if the mesh has `model`."""
         if config.is_packed:
             return WHOLE
         return Shards(tuple(config.mesh), config.mesh[MODEL])
@@ -69,10 +72,48 @@ class Shards:
         if count % self.count == 0:
             return columns
         every = jax.lax.all_gather(columns, MODEL, axis=columns.ndim - 1, tiled=True)
-        width = every.shape[-1] // count
+        return self.own_head(every, count)
+
+    def own_head(self, columns: Array, count: int, axis: int = -1) -> Array:
+        """Returns the columns of the one of `count` heads that a device has, or shares, of all."""
+        width = columns.shape[axis] // count
         head = jax.lax.axis_index(MODEL) * count // self.count
-        found: Array = jax.lax.dynamic_slice_in_dim(every, head * width, width, -1)
+        found: Array = jax.lax.dynamic_slice_in_dim(columns, head * width, width, axis)
         return found
+
+    def join(self, columns: Any, heads: dict[str, int], axis: int = -1) -> Array:
+        """Returns a device's part of what `packed` made, of columns of so many heads by name.
+
+        Of heads that the devices do not divide, each device has all columns.
+        """
+        if self.is_whole:
+            array: Array = columns[...]
+            return array
+        parts = [
+            columns[name][...]
+            if count % self.count == 0
+            else self.own_head(columns[name][...], count, axis)
+            for name, count in heads.items()
+        ]
+        return jnp.concatenate(parts, axis)
+
+    def project(self, x: Array, *matrices: Array) -> list[Array]:
+        """Returns the products of rows with a device's columns; shards take one gather and GEMM."""
+        if self.is_whole:
+            return [x @ matrix.astype(x.dtype) for matrix in matrices]
+        matrix = self.whole_width(jnp.concatenate(matrices, -1).astype(x.dtype), 0)
+        ends = np.cumsum([one.shape[-1] for one in matrices])[:-1]
+        return jnp.split(self.gather_rows(x) @ matrix, ends, axis=-1)
+
+    def project_back(self, x: Array, matrix: Array) -> Array:
+        """Returns a device's rows of the sum of all devices' products with rows of a matrix."""
+        return self.scatter_sum(x @ self.whole_width(matrix.astype(x.dtype), 1))
+
+    def sum_of_head(self, x: Array, count: int) -> Array:
+        """Returns the sum of x [.., 1] over the devices that share one of `count` heads."""
+        head = jax.lax.axis_index(MODEL) * count // self.count
+        sums = jax.lax.psum(x * jax.nn.one_hot(head, count, dtype=x.dtype), MODEL)
+        return self.own_head(sums, count)
 
     def embed(self, table: Array, tokens: Array, dtype: Any) -> Array:
         """Returns rows [B, T / n, D] of a table [V, D], whose rows and columns are sharded."""
@@ -94,6 +135,18 @@ class Shards:
 
 
 WHOLE = Shards()
+
+
+def packed(array: Array, widths: dict[str, int], shards: Shards, axis: int = -1) -> Any:
+    """Returns the parameter of packed columns, or one for each name where devices have shards.
+
+    Even shards of the packed columns would not have some of every name.
+    """
+    if shards.is_whole:
+        return nnx.Param(array)
+    ends = np.cumsum([*widths.values()])[:-1]
+    parts = zip(widths, jnp.split(array, ends, axis=axis), strict=True)
+    return nnx.Dict({name: nnx.Param(part) for name, part in parts})
 
 
 def save_all_but_weights(_: Any, *__: Any, **params: Any) -> bool:

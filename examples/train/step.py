@@ -1,6 +1,7 @@
 """A training step as one XLA program, its parameters' places on a mesh, and the memory it takes."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ from .model import Kernels, Transformer
 from .shards import MODEL, Shards
 
 WARMUP_STEPS = 10
+# Parameters of blocks that are sharded over `model`, by name: matrices by columns and by rows, and
+# what has a row or a number for each column of heads.
+COLUMNS = {"qkv", "up", "gate", "inner", "steps", "rates"}
+ROWS = {"out", "down"}
+OF_HEADS = {"bias", "conv", "conv_bias", "dt_bias", "log_rate", "skip", "group_norm"}
 
 
 @dataclass(frozen=True)
@@ -202,20 +208,21 @@ def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: device, tree)
     fsdp, model = (axis if axis in mesh.axis_names else None for axis in ("fsdp", "model"))
-    width = config.model.width
+    width, shards = config.model.width, Shards.of(config)
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        names = {getattr(key, "key", None) for key in path}
-        if names & {"embedding", "untied"}:
+        names = [getattr(key, "key", None) for key in path]
+        if {"embedding", "untied"} & {*names}:
             return NamedSharding(mesh, P(model, fsdp))
         axes: list[str | None] = [None] * leaf.ndim
-        if not Shards.of(config).is_whole:
-            if names & {"qkv", "up"}:
-                axes = [None, fsdp, model]
-            elif names & {"out", "down"}:
+        if not shards.is_whole:
+            over = None if is_shared(config, shards, names) else model
+            if COLUMNS & {*names}:
+                axes = [None, fsdp, over]
+            elif ROWS & {*names}:
                 axes = [None, model, fsdp]
-            elif "bias" in names:
-                axes = [None, model]
+            elif OF_HEADS & {*names}:
+                axes = [None, over]
             return NamedSharding(mesh, P(*axes[: leaf.ndim]))
         # The axis that is the hidden size, of what has a layer axis and two others, if any is.
         if leaf.ndim == 3 and width in leaf.shape[1:]:
@@ -223,6 +230,16 @@ def shardings_of(config: Config, mesh: Mesh | None, tree: Any) -> Any:
         return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def is_shared(config: Config, shards: Shards, names: Sequence[Any]) -> bool:
+    """Whether every device has all of a mixer's columns, of heads that they do not divide."""
+    hybrid = config.model.hybrid
+    if hybrid is None or not {"inner", "conv", "conv_bias"} & {*names}:
+        return False
+    heads = {"b": hybrid.ssm_groups, "q": hybrid.delta_key_heads}
+    heads |= {"c": heads["b"], "k": heads["q"]}
+    return any(heads.get(name, shards.count) % shards.count for name in names)
 
 
 def make_optimizer(config: Config, mesh: Mesh | None) -> Any:

@@ -51,7 +51,6 @@ def mamba2_weights(of: Any, theirs: dict[str, Any]) -> dict[str, Any]:
     inner = of.ssm_heads * of.ssm_head_width
     rows = theirs["in_proj.weight"]
     mixed = len(theirs["conv1d.weight"])
-    norms = np.split(theirs["norm.weight"], of.ssm_groups)
     return {
         "gate": rows[:inner].T,
         "inner": rows[inner : inner + mixed].T,
@@ -61,7 +60,7 @@ def mamba2_weights(of: Any, theirs: dict[str, Any]) -> dict[str, Any]:
         "dt_bias": theirs["dt_bias"],
         "log_rate": theirs["A_log"],
         "skip": theirs["D"],
-        "norms": {str(group): {"weight": one} for group, one in enumerate(norms)},
+        "group_norm": {"weight": theirs["norm.weight"]},
         "out": theirs["out_proj.weight"].T,
     }
 
