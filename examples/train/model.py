@@ -152,10 +152,15 @@ class Norm(nnx.Module):
         self, branch: Array, stream: Array, matrix: Array, shards: Shards
     ) -> tuple[Array, Array]:
         """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
-        if self.kernel == "ours" and self.keeps_sums and shards.is_whole:
+        if self.kernel == "ours" and self.keeps_sums:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
-                    branch, self.weight[...], matrix, eps=self.eps, residual=stream
+                    branch,
+                    self.weight[...],
+                    matrix,
+                    eps=self.eps,
+                    residual=stream,
+                    axis_name=shards.axis,
                 )
                 return both
         x, stream = self.after(branch, stream)
@@ -282,7 +287,7 @@ class Block(nnx.Module):
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
         norm, is_ours, shards = self.norm2, self.kernels.mlp == "ours", self.kernels.shards
         up, down = self.matrices(branch.dtype)
-        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums and shards.is_whole:
+        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.gated_mlp(
                     branch,
@@ -292,13 +297,13 @@ class Block(nnx.Module):
                     norm_weight=norm.weight[...],
                     residual=stream,
                     eps=norm.eps,
+                    axis_name=shards.axis,
                 )
                 return both
         x, stream = norm.after(branch, stream)
         if is_ours:
             with jax.named_scope("projections"):
-                y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down)
-                return shards.scatter_sum(y), stream
+                return pallas_bridge.gated_mlp(x, up, None, down, axis_name=shards.axis), stream
         with jax.named_scope("projections"):
             packed = shards.gather_rows(x) @ up
         with jax.named_scope("activation"):

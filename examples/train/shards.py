@@ -42,6 +42,11 @@ class Shards:
         """Whether there are no shards."""
         return not self.axes
 
+    @property
+    def axis(self) -> str | None:
+        """The axis of the mesh that shards rows between products, if any does."""
+        return None if self.is_whole else MODEL
+
     def gather_rows(self, x: Array) -> Array:
         """Returns all tokens, [B, T, D], of a device's [B, T / n, D]."""
         if self.is_whole:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import case
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from on_mesh import exchanged
 
 import pallas_bridge as pb
 from pallas_bridge import checkpoint_policies
@@ -267,3 +271,63 @@ def test_wrong_arguments_of_products() -> None:
         pb.rms_norm_linear(x, weight, jnp.ones((4, 2)), jnp.ones((3, 4)))
     with pytest.raises(TypeError, match=r"matrices\[0\] has dtype int32; it must be bfloat16"):
         pb.rms_norm_linear(x, weight, jnp.ones((4, 2), jnp.int32))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_one_axis_shards_rows_and_columns(arrays: dict[str, jax.Array], is_checked: bool) -> None:
+    """A block on several devices: rows alone are gathered, and no weight is."""
+    count = 4 if len(jax.devices()) >= 4 else 2
+    names = sorted(arrays)
+
+    def block(axis: str | None, *given: jax.Array) -> Any:
+        of = dict(zip(names, given, strict=True))
+        product, total = pb.rms_norm_linear(
+            of["x"], of["norm"], of["gate"], residual=of["residual"], axis_name=axis
+        )
+        branch = product @ of["down"]
+        if axis is not None:
+            branch = jax.lax.psum_scatter(branch, axis, scatter_dimension=1, tiled=True)
+        weights = of["gate"], of["up"], of["down"]
+        more: Any = {"norm_weight": of["norm"], "residual": total, "axis_name": axis}
+        y, total = pb.gated_mlp(branch, *weights, **more)
+        return y, total, pb.gated_mlp(total, *weights, axis_name=axis)
+
+    mesh = jax.make_mesh((count,), ("model",), devices=jax.devices()[:count])
+    rows, columns = P(None, "model"), P(None, "model")
+    specs = {"x": rows, "residual": rows, "norm": P(), "gate": columns, "up": columns}
+    specs["down"] = P("model")
+    sharded = jax.shard_map(
+        partial(block, "model"),
+        mesh=mesh,
+        in_specs=tuple(specs[name] for name in names),
+        out_specs=rows,
+        check_vma=is_checked,
+    )
+
+    def gradients(function: Any, *given: jax.Array) -> Any:
+        def loss(*given: jax.Array) -> Any:
+            results = function(*given)
+            return sum(jnp.sin(one + index).sum() for index, one in enumerate(results)), results
+
+        return jax.grad(loss, range(len(given)), has_aux=True)(*given)
+
+    given = [arrays[name] for name in names]
+    expected = jax.jit(partial(gradients, partial(block, None)))(*given)
+    placed = [jax.device_put(arrays[name], NamedSharding(mesh, specs[name])) for name in names]
+    with jax.set_mesh(mesh):
+        program = jax.jit(partial(gradients, sharded)).lower(*placed).compile()
+    for one, other in zip(*map(jax.tree.leaves, (program(*placed), expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * jnp.abs(other).max())
+    text = program.as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    # Of three functions: rows, again for two norms' backward passes, and cotangents of y.
+    assert gathered == [f"2,{T},{D}"] * (3 + 2 + 3)
+    assert text.count(" reduce-scatter(") == 6
+    # Of the norm's weight.
+    assert exchanged(text)["all-reduce"] <= D
+
+
+def test_axis_name_is_of_devices(arrays: dict[str, jax.Array]) -> None:
+    with pytest.raises(ValueError, match="axis_name is 'model'; it must be of a mesh: call within"):
+        pb.rms_norm_linear(arrays["x"], arrays["norm"], arrays["gate"], axis_name="model")

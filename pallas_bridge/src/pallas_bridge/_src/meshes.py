@@ -50,6 +50,21 @@ def are_of_devices(names: Names) -> bool:
     return bool(names) and {*names} <= {*manual}
 
 
+def names_of_devices(axis_name: Any) -> Names:
+    """Returns the names in a user's `axis_name`, of a function that takes manual axes alone.
+
+    Raises:
+        TypeError: a name is not a string.
+        ValueError: an axis is not a manual one.
+    """
+    names = names_of(axis_name)
+    if names and not are_of_devices(names):
+        raise ValueError(
+            f"axis_name is {shown(names)}; it must be of a mesh: call within jax.shard_map over it"
+        )
+    return names
+
+
 def _is_bound(name: str) -> bool:
     try:
         jax.lax.axis_size(name)

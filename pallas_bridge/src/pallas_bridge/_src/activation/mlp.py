@@ -24,10 +24,11 @@ from ..checks import (
 )
 from ..custom_call import vary_alike
 from ..keywords import hinted
+from ..meshes import Names, names_of_devices
 from ..norm.custom_call import SUM_NAME
 from ..norm.options import Options as NormOptions
 from ..norm.options import check_columns, check_like, check_rms_options
-from ..norm.with_products import norm_and_multiply
+from ..norm.with_products import check_rows, gather_rows, norm_and_multiply, scatter_rows
 from ..operation import Implementation
 from ..products import grad_matrix, grad_rows, multiply
 from . import custom_call, reference
@@ -47,6 +48,8 @@ class Mlp:
     activation: Options
     keep: Keep
     norm: NormOptions | None
+    # The mesh axes that shard rows of x and F.
+    over: Names
 
 
 @hinted
@@ -66,6 +69,7 @@ def gated_mlp(
     eps: float = 1e-6,
     zero_centred: bool = False,
     keep: Keep = "packed",
+    axis_name: str | Sequence[str] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """The gated MLP of a transformer (Shazeer, 2020), with two products forward and four backward.
@@ -89,7 +93,8 @@ def gated_mlp(
     Under `jax.checkpoint` a policy decides: gate and up have the name "gated_mlp".
 
     Meshes may shard rows of x, F, and, as XLA does, D. With F sharded, two matrices, or packed
-    `interleaved` columns, stay where they are; packed halves exchange columns.
+    `interleaved` columns, stay where they are; packed halves exchange columns. Within
+    `jax.shard_map` one axis may shard both rows and F (`axis_name`).
 
     Args:
       x: [.., D] in bfloat16, float16 or float32.
@@ -107,6 +112,9 @@ def gated_mlp(
       eps: finite and at least 0, of the norm.
       zero_centred: whether the norm scales rows by 1 + norm_weight.
       keep: as above.
+      axis_name: the mesh axis, or axes, that shard the second last axis of x and residual, and F,
+        within `jax.shard_map`. Rows are gathered before the products, as by `rms_norm_linear`, and
+        y is reduce-scattered.
       implementation: of activation and norm, as of `gelu`.
 
     Returns:
@@ -128,6 +136,7 @@ def gated_mlp(
         if value not in known:
             choices = ", ".join(map(repr, known))
             raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
+    names = names_of_devices(axis_name)
     alpha = check_float32("alpha", alpha, is_positive=True)
     if activation != "silu" and alpha != 1.0:
         raise ValueError(f"alpha is {alpha}; it must be 1 where activation is {activation!r}")
@@ -156,6 +165,7 @@ def gated_mlp(
         arrays["residual"] = as_array("residual", residual, "[.., D]")
     arrays = dict(zip(arrays, promoted(*arrays.values()), strict=True))
     _check(arrays)
+    check_rows(names, arrays["x"])
     if implementation != "reference":
         check_dtype("x", arrays["x"], REFERENCE_TAKES_OTHERS)
     matrix = arrays["w_gate"]
@@ -171,7 +181,7 @@ def gated_mlp(
             check_dtype("norm_weight", operands[-1], REFERENCE_TAKES_OTHERS)
     if "residual" in arrays:
         operands.append(arrays["residual"])
-    run: Callable[..., Any] = partial(_mlp, Mlp(options, keep, norm))
+    run: Callable[..., Any] = partial(_mlp, Mlp(options, keep, norm, names))
     if keep == "input":
         # Gate and up are recomputed, behind a barrier, so that XLA does not keep them instead.
         run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(SUM_NAME))
@@ -227,11 +237,12 @@ def _mlp(mlp: Mlp, *arrays: jax.Array) -> Any:
     """Returns y, and the sum if there is one, of x, the matrices, norm's weight and a residual."""
     x, matrix, down, *norm_arrays = arrays
     if mlp.norm is None:
-        return _activated(mlp, multiply(x, matrix), down)
+        packed = multiply(gather_rows(mlp.over, x), matrix)
+        return scatter_rows(mlp.over, _activated(mlp, packed, down))
     weight, *residual = norm_arrays
-    results = norm_and_multiply(mlp.norm, bool(residual), weight, x, *residual, matrix)
-    packed, *total = results
-    y = _activated(mlp, packed, down)
+    terms = (x, *residual)
+    packed, *total = norm_and_multiply(mlp.norm, bool(residual), mlp.over, weight, *terms, matrix)
+    y = scatter_rows(mlp.over, _activated(mlp, packed, down))
     return (y, *total) if total else y
 
 

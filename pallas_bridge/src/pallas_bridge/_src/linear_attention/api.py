@@ -24,7 +24,7 @@ from ..checks import (
 from ..custom_call import vary_alike
 from ..implementations import choose
 from ..keywords import hinted
-from ..meshes import are_of_devices, names_of, shown
+from ..meshes import names_of_devices
 from ..operation import Implementation
 from . import OPERATION, over_devices
 from .calls import Call, attend, lacks
@@ -249,11 +249,7 @@ def _run(
         ValueError: shapes that disagree, a value of g above 0, kernels that there are not, or an
             axis that is no manual one.
     """
-    names = names_of(axis_name)
-    if names and not are_of_devices(names):
-        raise ValueError(
-            f"axis_name is {shown(names)}; it must be of a mesh: call within jax.shard_map over it"
-        )
+    names = names_of_devices(axis_name)
     chosen = choose(OPERATION, implementation)
     returns_state = check_flag("return_final_state", returns_state)
     optional = ("g", "initial_state", "segment_ids")

@@ -15,6 +15,7 @@ from ..checks import REFERENCE_TAKES_OTHERS, as_array, check_dtype, check_float,
 from ..custom_call import vary_alike
 from ..implementations import choose
 from ..keywords import hinted
+from ..meshes import Names, names_of_devices
 from ..operation import Implementation
 from ..products import grad_matrix, grad_rows, multiply
 from . import custom_call, reference
@@ -32,6 +33,7 @@ def rms_norm_linear(
     eps: float = 1e-6,
     residual: ArrayLike | None = None,
     zero_centred: bool = False,
+    axis_name: str | Sequence[str] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """RMSNorm of rows, and the products of the normalised rows with matrices.
@@ -45,7 +47,8 @@ def rms_norm_linear(
     Under `jax.checkpoint` the sum and rstd have the name "rms_norm_sum", which
     `checkpoint_policies.save_sums` keeps: neither the norm nor what was added then runs again.
 
-    Meshes may shard rows of x, columns of matrices, and, as XLA does, D.
+    Meshes may shard rows of x, columns of matrices, and, as XLA does, D. Within `jax.shard_map` one
+    axis may shard both rows and columns (`axis_name`).
 
     Args:
       x: [.., D] in bfloat16, float16 or float32.
@@ -54,6 +57,9 @@ def rms_norm_linear(
       eps: finite and at least 0.
       residual: of the shape of x, or None; x + residual is then normalised, and returned last.
       zero_centred: whether rows are scaled by 1 + weight.
+      axis_name: the mesh axis, or axes, that shard the second last axis of x and residual, and
+        columns of matrices, within `jax.shard_map`. Products have all rows of the axis: normalised
+        rows are gathered, again for the backward pass, and their gradient is reduce-scattered.
       implementation: of the norm, as of `rms_norm`.
 
     Returns:
@@ -68,6 +74,7 @@ def rms_norm_linear(
     >>> print(rms_norm_linear(jnp.array([[3.0, -3.0]]), jnp.ones(2), 2 * jnp.eye(2)).round(4))
     [[ 2. -2.]]
     """
+    names = names_of_devices(axis_name)
     choose(RMS_NORM, implementation)
     options = check_rms_options(eps, zero_centred, implementation)
     x = as_array("x", x, "[.., D]")
@@ -76,6 +83,7 @@ def rms_norm_linear(
         x, residual = promoted(x, as_array("residual", residual, "[.., D]"))
     check_columns(x, "weight", weight)
     check_like("residual", residual, "x", x)
+    check_rows(names, x)
     if not matrices:
         raise ValueError("no matrix is given; rms_norm_linear takes at least one, [D, N]")
     found = [
@@ -96,12 +104,38 @@ def rms_norm_linear(
     terms = [x, residual] if residual is not None else [x]
     arrays = [weight, *terms]
     arrays += [one if one.dtype == x.dtype else one.astype(x.dtype) for one in found]
-    results = norm_and_multiply(options, has_sum, *vary_alike(arrays))
+    results = norm_and_multiply(options, has_sum, names, *vary_alike(arrays))
     return results if len(results) > 1 else results[0]
 
 
+def check_rows(names: Names, x: jax.Array) -> None:
+    """Checks that x has an axis of rows if mesh axes shard it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if names and x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; with axis_name it must be [.., T, D]")
+
+
+def gather_rows(names: Names, x: jax.Array) -> jax.Array:
+    """Returns x [.., T, D] of all devices along mesh axes, of a device's [.., T / n, D]."""
+    if not names:
+        return x
+    rows: jax.Array = jax.lax.all_gather(x, names, axis=x.ndim - 2, tiled=True)
+    return rows
+
+
+def scatter_rows(names: Names, x: jax.Array) -> jax.Array:
+    """Returns a device's rows [.., T / n, D] of the sum of x [.., T, D] over devices."""
+    if not names:
+        return x
+    rows: jax.Array = jax.lax.psum_scatter(x, names, scatter_dimension=x.ndim - 2, tiled=True)
+    return rows
+
+
 def _forward(
-    options: Options, has_sum: bool, *arrays: jax.Array
+    options: Options, has_sum: bool, over: Names, *arrays: jax.Array
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Returns the products, what is normalised, and rstd."""
     weight, x, *others = arrays
@@ -111,24 +145,32 @@ def _forward(
             y, total, rstd = reference.norm(options, x, weight, residual)
         else:
             y, total, rstd = custom_call.forward(options, x, weight, residual, None)
+    y = gather_rows(over, y)
     return [multiply(y, matrix) for matrix in others], total, rstd
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def norm_and_multiply(options: Options, has_sum: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the products, then the sum; arrays are weight, x, a residual if any, matrices."""
-    products, total, _ = _forward(options, has_sum, *arrays)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def norm_and_multiply(
+    options: Options, has_sum: bool, over: Names, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the products, then the sum; arrays are weight, x, a residual if any, matrices.
+
+    Mesh axes `over` shard rows, the second last axis of x.
+    """
+    products, total, _ = _forward(options, has_sum, over, *arrays)
     return (*products, total) if has_sum else tuple(products)
 
 
 @partial(norm_and_multiply.defjvp, symbolic_zeros=True)
-def _jvp(options: Options, has_sum: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _jvp(
+    options: Options, has_sum: bool, over: Names, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
     weight, x, *others = primals
     matrices = others[1:] if has_sum else others
     # The sum apart from the norm, so that what a policy keeps of it is enough for the norm again.
     if has_sum:
         x = named_sum(reference.rounded(wide(x) + wide(others[0]), x.dtype).astype(x.dtype))
-    products, total, rstd = _forward(options, False, weight, x, *matrices)
+    products, total, rstd = _forward(options, False, over, weight, x, *matrices)
     rstd = named_sum(rstd)
     results = (*products, total) if has_sum else tuple(products)
     dweight, *rest = map(linear.given, tangents)
@@ -137,7 +179,7 @@ def _jvp(options: Options, has_sum: bool, primals: Any, tangents: Any) -> tuple[
     moving = (sum(terms[1:], terms[0]) if terms else None, dweight, *rest[count:])
     if all(tangent is None for tangent in moving):
         return results, tuple(map(jnp.zeros_like, results))
-    apply, transpose = Bound(_apply, options, has_sum), Bound(_transpose, options, has_sum)
+    apply, transpose = (Bound(rule, options, has_sum, over) for rule in (_apply, _transpose))
     residuals = (total, weight, rstd, *matrices)
     return results, tuple(linear.bind(apply, transpose, residuals, moving, results))
 
@@ -149,12 +191,15 @@ def _normalised(
     return rows.astype(total.dtype)
 
 
-def _apply(options: Options, has_sum: bool, residuals: Any, tangents: Any) -> Sequence[jax.Array]:
+def _apply(
+    options: Options, has_sum: bool, over: Names, residuals: Any, tangents: Any
+) -> Sequence[jax.Array]:
     (total, weight, rstd, *matrices), (dtotal, dweight, *dmatrices) = residuals, tangents
     dy = None
     if dtotal is not None or dweight is not None:
         dy, _ = reference.tangents(options, total, weight, (rstd,), dtotal, dweight)
-    y = _normalised(options, total, weight, rstd)
+        dy = gather_rows(over, dy)
+    y = gather_rows(over, _normalised(options, total, weight, rstd))
     found = []
     for matrix, dmatrix in zip(matrices, dmatrices, strict=True):
         parts = [] if dy is None else [multiply(dy, matrix)]
@@ -165,14 +210,16 @@ def _apply(options: Options, has_sum: bool, residuals: Any, tangents: Any) -> Se
     return found
 
 
-def _transpose(options: Options, has_sum: bool, residuals: Any, cotangents: Any) -> Sequence[Any]:
+def _transpose(
+    options: Options, has_sum: bool, over: Names, residuals: Any, cotangents: Any
+) -> Sequence[Any]:
     total, weight, rstd, *matrices = residuals
     dsum = cotangents[-1] if has_sum else None
     pairs = [*zip(matrices, cotangents, strict=False)]
     parts = [grad_rows(dy, matrix, total) for matrix, dy in pairs if dy is not None]
     if not parts:
         return [dsum, None, *(None for _ in matrices)]
-    dy = sum(parts[1:], parts[0])
+    dy = scatter_rows(over, sum(parts[1:], parts[0]))
     # Otherwise XLA would merge the normalised rows with those of the forward pass, and keep them.
     again, of_rows, _ = jax.lax.optimization_barrier((total, rstd, dy))
     with jax.named_scope("norms"):
@@ -183,5 +230,6 @@ def _transpose(options: Options, has_sum: bool, residuals: Any, cotangents: Any)
             dtotal, dweight = reference.gradients(options, total, weight, rstd, dy, *extra)
         else:
             dtotal, dweight = custom_call.backward(options, *arrays)
+    y = gather_rows(over, y)
     grad_matrices = [None if dy is None else grad_matrix(y, dy, matrix) for matrix, dy in pairs]
     return [dtotal, dweight, *grad_matrices]
