@@ -1,6 +1,7 @@
 """Linear losses whose weight is sharded over a mesh, and what devices exchange for them."""
 
 import dataclasses
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -487,3 +488,44 @@ def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:
         sharded = jax.device_put(jnp.zeros((32, 4)), NamedSharding(mesh, P("vocab")))
         with pytest.raises(ValueError, match=r"axis_name is 'data' and weight.*P.*reshard"):
             jax.jit(partial(linear_cross_entropy, axis_name="data"))(h, sharded, y)
+
+
+@pytest.mark.parametrize("way", ["checked", "found"])
+def test_a_mean_on_gpus_computes_logits_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of chunks of tokens, whose dlogits are saved for one GEMM of each gradient."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    count, width, vocab = 1024, 512, 48
+    hidden = jnp.asarray(rng.normal(size=(count, width)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(vocab, width)) / 16, jnp.bfloat16)
+    labels = rng.integers(0, vocab, count).astype(np.int32)
+    labels[::7] = -100
+    mesh, specs = mesh_of((2, 4), way), (P(), P("vocab"), P())
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "max_scratch_bytes": 1000000}
+
+    def loss(h: Any, w: Any, y: Any, **more: Any) -> Any:
+        return linear_cross_entropy(h, w, y, **options, **more)
+
+    function: Any = loss
+    if way == "checked":
+        of_shard = partial(loss, axis_name="vocab")
+        function = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    with jax.set_mesh(mesh):
+        arrays = [
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip((hidden, weight, labels), specs, strict=True)
+        ]
+        step = jax.jit(jax.value_and_grad(function, (0, 1)))
+        compiled = step.lower(*arrays).compile()
+        value, gradients = compiled(*arrays)
+    wide = hidden.astype(jnp.float32), weight.astype(jnp.float32)
+    right, expected = jax.value_and_grad(loss, (0, 1))(*wide, jnp.asarray(labels))
+    np.testing.assert_allclose(value, right, rtol=1e-3)
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other, rtol=0, atol=1e-2 * np.abs(other).max()
+        )
+    chunks = [int(one) for one in re.findall(r"= f32\[(\d+),12\]\S* dot\(", compiled.as_text())]
+    assert chunks and 2 * max(chunks) <= count
+    assert len(chunks) <= 2

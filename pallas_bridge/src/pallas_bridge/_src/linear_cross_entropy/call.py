@@ -258,10 +258,8 @@ class Call:
         if layout is not None and not exchange.is_whole:
             own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
             chunk = 0
-            if is_reduced and layout.leaves_axes:
-                plan, *_ = planner.plan_passes(operands, reduced=True)
-                is_fused = plan.schedule == "tokens" and plan.products < 4 and not plan.is_padded
-                chunk = plan.tokens if is_fused else 0
+            if is_reduced:
+                chunk = planner.fused_shard_tokens(operands, no_calls=layout.leaves_axes)
             return dataclasses.replace(loss, schedule=own, is_fused=chunk > 0, chunk_tokens=chunk)
         planned = planner.schedule(self.options, operands, reduced=is_reduced)
         # Nothing shards a symbolic number of tokens.

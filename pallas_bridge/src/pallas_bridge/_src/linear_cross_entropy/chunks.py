@@ -21,11 +21,19 @@ import jax.numpy as jnp
 
 from ..chunk_loops import for_each_chunk, is_one_chunk, pad_tokens, put_rows, slice_rows, zeros
 from ..cross_entropy import calls as kernels
+from ..cross_entropy import reference
 from ..cross_entropy.reference import gradient_scalars, masked_tokens, outputs_of_sums
 from ..logits_gemms import FLOAT32, Bias, Gemms, Gradients, Operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options
-from ..losses.vocab_shards import Loss, two_sum
+from ..losses.vocab_shards import Loss, shard_cotangents, shard_labels, shard_options, two_sum
+
+
+def keeps_dlogits(operands: Operands) -> bool:
+    """Whether dlogits of all tokens take no more memory than sums of dweight in f32."""
+    hidden, weight, bias, labels = operands
+    row_bytes = operand_dtype(hidden, weight).itemsize
+    return bias is None and labels.size * row_bytes <= 4 * hidden.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,8 @@ class TokenChunks:
         which has no auxiliary outputs, it says whether all logits of a token in the shard are -inf.
         """
         loss, options = self.loss, self.loss.options
+        if not loss.exchange.is_whole and keeps_dlogits(operands):
+            return self._fused_keeping_dlogits(operands, factors)
         every_token = options.every_token or columns is not None
 
         def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, c: jax.Array | None) -> Any:
@@ -143,6 +153,30 @@ class TokenChunks:
         per_token = operands.labels, factors, columns
         found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
+
+    def _fused_keeping_dlogits(self, operands: Operands, factors: jax.Array) -> Any:
+        """Returns what `fused` does of a shard, by one GEMM for each gradient.
+
+        XLA rounds dlogits of a chunk, as an operand, in the pass that makes them of logits.
+        """
+        loss, (hidden, weight, _, labels) = self.loss, operands
+        options, exchange = loss.options, loss.exchange
+        own_options = shard_options(options, exchange)
+        w = weight.astype(operand_dtype(hidden, weight))
+
+        def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+            (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
+            lse, lse_low, is_empty, *_ = saved
+            own, none = shard_labels(options, exchange, y, z.shape[-1]), jnp.zeros_like(g)
+            given = shard_cotangents(options, exchange, own, lse, is_empty, (g, none, none))
+            (dlogits,) = reference.backward(own_options, z, own.given, lse, lse_low, *given)
+            return losses, lse, lse_low, is_empty, dlogits.astype(w.dtype)
+
+        (*found, dlogits), _ = self.map_logits(run_chunk, operands, labels, factors)
+        masked = masked_tokens(options, labels, factors)
+        dhidden = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, hidden.dtype))
+        x = zero_rows(masked, hidden).astype(w.dtype)
+        return *found, (dhidden, self.gemms.grad_weight(dlogits, x, weight.dtype), None)
 
     def backward(
         self, operands: Operands, saved: Any, cotangents: Any, columns: jax.Array | None = None

@@ -27,14 +27,14 @@ from ..chunk_loops import zeros
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
 from ..deferred import bind_deferred, choose_if_whole, make_primitive
-from ..logits_gemms import Gemms, Operands, as_gemm_operands
+from ..logits_gemms import Gemms, Operands, as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..losses.vocab_shards import Loss
 from ..pallas import Target
 from ..partitioning import is_whole
 from ..targets import declared
 from . import library_plan
-from .chunks import ColumnChunks, TokenChunks, run_padded, run_two_passes
+from .chunks import ColumnChunks, TokenChunks, keeps_dlogits, run_padded, run_two_passes
 from .declaration import OPERATION
 from .plan import Plan, Problem, plan_for_xla, usual_budget, without_kernels
 
@@ -45,6 +45,10 @@ OUTPUT_COUNTS = {"forward": 4, "backward": 0, "fused": 3}
 TARGET = "xentile_linear_cross_entropy"
 # The outputs of each token that targets return, in this order.
 OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
+# Hidden columns from which on a GPU takes longer for logits again than for passes over logits in
+# f32: where dlogits of all tokens are saved, and where chunks add to sums of dweight. Estimates, of
+# prototypes' times with 4096 columns on two H200s.
+LEAST_WIDTH_KEEPING, LEAST_WIDTH_ADDING = 1024, 2048
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,22 @@ class Planner:
     def row_options(self, options: Options, vocab: int) -> Options:
         """Returns options for the kernels over logits with so many columns."""
         return options.anywhere(vocab) if self.gemms.isolated else options
+
+    def fused_shard_tokens(self, operands: Operands, *, no_calls: bool = False) -> int:
+        """Returns the tokens of a chunk of the forward pass that makes a shard's gradients too.
+
+        0 if none does: where the library's calls, unless there are `no_calls`, are faster than
+        XLA's GEMMs. On GPUs they compute logits twice; on CPUs they save them.
+        """
+        hidden, weight, *_ = operands
+        least = LEAST_WIDTH_KEEPING if keeps_dlogits(operands) else LEAST_WIDTH_ADDING
+        is_narrow = operand_dtype(hidden, weight).itemsize == 2
+        is_faster = is_narrow and hidden.shape[-1] >= least and jax.default_backend() == "gpu"
+        if not (no_calls or is_faster):
+            return 0
+        plan, *_ = self.plan_passes(operands, reduced=True)
+        is_fused = plan.schedule == "tokens" and plan.products < 4 and not plan.is_padded
+        return plan.tokens if is_fused else 0
 
     def plan_passes(
         self, operands: Sequence[Any], *, reduced: bool, running: bool = False

@@ -5,6 +5,7 @@ Where one mesh axis shards both tokens and vocabulary, tokens stay sharded and t
 gathered. `losses.layouts` has arrays whose sharding is known when a program is traced.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -146,6 +147,9 @@ class _Pass:
             gradients = derivative.vjp(loss, (operands, None, saved), cotangents)
         elif reduced and own.is_fused:
             *outputs, gradients = own.fused(operands, *more, needs_losses=False)
+        elif self.name == "fused" and (chunk := planner.fused_shard_tokens(operands)):
+            chunks = dataclasses.replace(loss, chunk_tokens=chunk).chunks
+            *outputs, _, gradients = chunks.fused(operands, *more)
         else:
             (losses, *_), saved = forward(is_differentiated=True)
             outputs = losses, saved.lse, saved.lse_low
