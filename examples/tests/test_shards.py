@@ -126,6 +126,14 @@ def test_mixers_are_sharded_by_heads(rng: np.random.Generator) -> None:
             assert found * (4 if is_cut else 1) == whole[part].shape[-1], (name, part)
 
 
+def test_devices_may_have_the_whole_residual_stream(rng: np.random.Generator) -> None:
+    """Of a sequence that the devices do not divide."""
+    sizes: dict[str, Any] = {"batch_size": 2, "context_length": 15}
+    config = config_of("model=2", {}, sequence_parallel="off", **sizes)
+    run, _, _ = compared(rng, config, config_of("", {}, **sizes))
+    assert in_loops(run.as_text()) == [Counter({"all-reduce": 2})] * 2
+
+
 def test_unpacked_arrays_are_not_resumed_packed(train: Runner, tmp_path: Path) -> None:
     train(num_train_steps=1, mesh="model=2", checkpoint_dir=tmp_path)
     with pytest.raises(InputError, match="has packed False and the run True: resume with the opt"):

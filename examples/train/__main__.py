@@ -59,6 +59,8 @@ def parse(argv: Sequence[str] | None) -> Options:
     loop = f"how layers follow each other: {', '.join(LOOP_CHOICES)}"
     add("--layer_loop", default=default.layer_loop, help=loop)
     add("--mesh", default="", help=f"such as data=2,model=4; axes: {', '.join(MESH_AXES)}")
+    sequence = "on, off: whether model shards the residual stream along the sequence"
+    add("--sequence_parallel", default=default.sequence_parallel, help=sequence)
     add("--seed", type=int, default=default.seed, help="of parameters and of the data's order")
     add("--permute_batch", action="store_true", help="sum a batch in another order")
     add("--text", type=Path, nargs="+", default=(), help="UTF-8 files (default: this repository's)")

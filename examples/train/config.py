@@ -171,6 +171,7 @@ class Options:
     remat: str = "none"
     layer_loop: str = AUTO
     mesh: str = ""
+    sequence_parallel: str = "on"
     seed: int = 0
     permute_batch: bool = False
     text: tuple[Path, ...] = ()
@@ -243,6 +244,7 @@ def resolve(options: Options) -> Config:
         ("optimizer", options.optimizer, OPTIMIZERS),
         ("remat", options.remat, REMATS),
         ("layer_loop", options.layer_loop, LOOP_CHOICES),
+        ("sequence_parallel", options.sequence_parallel, ("on", "off")),
     ):
         if chosen not in known:
             raise InputError(f"--{flag} {chosen} is unknown: choose from {', '.join(known)}")
@@ -329,8 +331,9 @@ def check_mesh(config: Config) -> None:
         ("--batch_size", config.batch, over_batch, "data x fsdp"),
         ("the hidden size", model.width, mesh.get("fsdp", 1), "fsdp"),
         ("--vocab_size", model.vocab, count, "model"),
-        ("--context_length", config.length, count, "model"),
     ]
+    if config.options.sequence_parallel == "on":
+        split.append(("--context_length", config.length, count, "model"))
     hybrid = model.hybrid
     blocks = "A" if hybrid is None else hybrid.pattern
     # Devices may share a head of keys, or a group.

@@ -152,7 +152,7 @@ class Norm(nnx.Module):
         self, branch: Array, stream: Array, matrix: Array, shards: Shards
     ) -> tuple[Array, Array]:
         """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
-        if self.kernel == "ours" and self.keeps_sums:
+        if self.kernel == "ours" and self.keeps_sums and shards.has_own_rows:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
                     branch,
@@ -287,7 +287,8 @@ class Block(nnx.Module):
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
         norm, is_ours, shards = self.norm2, self.kernels.mlp == "ours", self.kernels.shards
         up, down = self.matrices(branch.dtype)
-        if is_ours and norm.kernel == "ours" and self.kernels.keeps_sums:
+        keeps_sums = self.kernels.keeps_sums and shards.has_own_rows
+        if is_ours and norm.kernel == "ours" and keeps_sums:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.gated_mlp(
                     branch,
@@ -303,7 +304,8 @@ class Block(nnx.Module):
         x, stream = norm.after(branch, stream)
         if is_ours:
             with jax.named_scope("projections"):
-                return pallas_bridge.gated_mlp(x, up, None, down, axis_name=shards.axis), stream
+                y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down)
+                return shards.scatter_sum(y), stream
         with jax.named_scope("projections"):
             packed = shards.gather_rows(x) @ up
         with jax.named_scope("activation"):
@@ -440,9 +442,12 @@ class Transformer(nnx.Module):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
         graph, parameters = nnx.split(self.blocks)
         # Matrices are rounded once a step, and not wherever a block is computed.
-        parameters = jax.tree.map(
-            lambda w: shards.varying(w.astype(dtype) if w.ndim > 2 else w), parameters
-        )
+
+        def prepare(path: Any, w: Array) -> Array:
+            of_stream = any(getattr(key, "key", None) in ("norm1", "norm2") for key in path)
+            return shards.varying(w.astype(dtype) if w.ndim > 2 else w, of_stream=of_stream)
+
+        parameters = jax.tree_util.tree_map_with_path(prepare, parameters)
         hybrid = self.of.hybrid
 
         def call(block: Any, carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
@@ -469,7 +474,9 @@ class Transformer(nnx.Module):
         if self.remat != "none" or "fsdp" in shards.axes:
             step = over_pattern(partial(jax.checkpoint, policy=policy))
         over = over_unrolled_layers if self.loop == "unrolled" else over_layers
-        branch, stream = over(step, (x, shards.varying(jnp.zeros_like(x))), parameters)
+        branch, stream = over(
+            step, (x, shards.varying(jnp.zeros_like(x), of_stream=True)), parameters
+        )
         y, _ = self.norm.after(branch, stream)
         return y
 

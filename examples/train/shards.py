@@ -5,7 +5,8 @@ those into heads and into the feed-forward layer by columns, those out of both b
 convolutions, gates and norms of a hybrid's mixers, whose recurrences run by heads. Between them
 the residual stream is sharded along the sequence (Korthikanti et al., 2022, arXiv:2205.05198). So a
 block gathers rows before each product with columns and scatters sums after each with rows, twice
-each. Gradients of these are the opposite collectives.
+each. Gradients of these are the opposite collectives. With `--sequence_parallel off` all devices
+have the whole stream, and all-reduce the sums.
 """
 
 from dataclasses import dataclass
@@ -29,13 +30,16 @@ class Shards:
     axes: tuple[str, ...] = ()
     # Devices along `model`.
     count: int = 1
+    # Whether the residual stream is sharded along the sequence, or whole on each of these devices.
+    by_sequence: bool = True
 
     @staticmethod
     def of(config: Config) -> "Shards":
         """Returns the axes if the mesh has `model`."""
         if config.is_packed:
             return WHOLE
-        return Shards(tuple(config.mesh), config.mesh[MODEL])
+        by_sequence = config.options.sequence_parallel == "on"
+        return Shards(tuple(config.mesh), config.mesh[MODEL], by_sequence)
 
     @property
     def is_whole(self) -> bool:
@@ -45,12 +49,20 @@ class Shards:
     @property
     def axis(self) -> str | None:
         """The axis of the mesh that shards rows between products, if any does."""
-        return None if self.is_whole else MODEL
+        return None if self.is_whole or not self.by_sequence else MODEL
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether no other device normalises a device's rows of the residual stream."""
+        return self.is_whole or self.by_sequence
 
     def gather_rows(self, x: Array) -> Array:
         """Returns all tokens, [B, T, D], of a device's [B, T / n, D]."""
         if self.is_whole:
             return x
+        if not self.by_sequence:
+            # Its gradient is summed over devices.
+            return jax.lax.pcast(x, MODEL, to="varying")
         rows: Array = jax.lax.all_gather(x, MODEL, axis=1, tiled=True)
         return rows
 
@@ -58,6 +70,8 @@ class Shards:
         """Returns a device's tokens, [B, T / n, D], of the sum over devices of [B, T, D]."""
         if self.is_whole:
             return x
+        if not self.by_sequence:
+            return jax.lax.psum(x, MODEL)
         rows: Array = jax.lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
         return rows
 
@@ -130,12 +144,17 @@ class Shards:
         found = jnp.where(is_here[..., None], table[jnp.where(is_here, row, 0)], 0)
         return self.scatter_sum(found.astype(dtype))
 
-    def varying(self, x: Array) -> Array:
-        """Returns x with a type that varies over all axes: its gradient is summed once, here."""
-        if self.is_whole:
+    def varying(self, x: Array, *, of_stream: bool = False) -> Array:
+        """Returns x with a type that varies over all axes: its gradient is summed once, here.
+
+        What is `of_stream` does not vary over devices that have the whole residual stream.
+        """
+        is_same = of_stream and not self.by_sequence
+        axes = tuple(name for name in self.axes if name != MODEL or not is_same)
+        if not axes:
             return x
         # The sum has the type of both terms.
-        found: Array = x + jax.lax.pcast(jnp.zeros((), x.dtype), self.axes, to="varying")
+        found: Array = x + jax.lax.pcast(jnp.zeros((), x.dtype), axes, to="varying")
         return found
 
 

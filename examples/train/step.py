@@ -19,7 +19,7 @@ from pallas_bridge import optax as optimizers
 from .config import AUTO, LOSS_KERNELS, Config, InputError
 from .losses import loss_of
 from .model import Kernels, Transformer
-from .shards import MODEL, Shards
+from .shards import Shards
 
 WARMUP_STEPS = 10
 # Parameters of blocks that are sharded over `model`, by name: matrices by columns and by rows, and
@@ -80,7 +80,7 @@ class Program:
         """The mean loss of a batch."""
         kernel: Any = self.config.options.ce_kernel_type
         head = nnx.merge(self.graph, params).head
-        hidden, axis = self.hidden(params, batch), None if self.shards.is_whole else MODEL
+        hidden, axis = self.hidden(params, batch), self.shards.axis
         return loss_of(kernel, hidden, head, batch["labels"], self.mesh, sequence_axis=axis)
 
     @property
@@ -89,7 +89,7 @@ class Program:
         return Shards.of(self.config)
 
     def hidden(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        """Hidden states [B, T, D] of a batch; with shards, T is sharded over `model`."""
+        """Hidden states [B, T, D] of a batch; T may be sharded over `model`."""
         dtype = jnp.dtype(self.config.options.dtype)
         if self.mesh is None or self.shards.is_whole:
             tokens = None if self.mesh is None else self.batch_sharding()
@@ -101,7 +101,7 @@ class Program:
             lambda own, batch: nnx.merge(self.graph, own)(batch, dtype),
             mesh=self.mesh,
             in_specs=(jax.tree.map(lambda place: place.spec, places), tokens),
-            out_specs=P(*tokens, MODEL),
+            out_specs=P(*tokens, self.shards.axis),
         )
         hidden: jax.Array = run(params, batch)
         return hidden
