@@ -193,7 +193,8 @@ class GroupNorm(nnx.Module):
             square = shards.sum_of_head((wide * wide).sum(-1, keepdims=True), self.groups)
             columns = x.shape[-1] * shards.count // self.groups
             scale = jax.lax.rsqrt(square / columns + self.eps)
-            return (wide * scale * weight).astype(x.dtype)
+            y: Array = (wide * scale * weight).astype(x.dtype)
+            return y
 
 
 class Block(nnx.Module):

@@ -60,19 +60,23 @@ class Shards:
         """Returns all tokens, [B, T, D], of a device's [B, T / n, D]."""
         if self.is_whole:
             return x
-        if not self.by_sequence:
+        rows: Array
+        if self.by_sequence:
+            rows = jax.lax.all_gather(x, MODEL, axis=1, tiled=True)
+        else:
             # Its gradient is summed over devices.
-            return jax.lax.pcast(x, MODEL, to="varying")
-        rows: Array = jax.lax.all_gather(x, MODEL, axis=1, tiled=True)
+            rows = jax.lax.pcast(x, MODEL, to="varying")
         return rows
 
     def scatter_sum(self, x: Array) -> Array:
         """Returns a device's tokens, [B, T / n, D], of the sum over devices of [B, T, D]."""
         if self.is_whole:
             return x
-        if not self.by_sequence:
-            return jax.lax.psum(x, MODEL)
-        rows: Array = jax.lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
+        rows: Array
+        if self.by_sequence:
+            rows = jax.lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
+        else:
+            rows = jax.lax.psum(x, MODEL)
         return rows
 
     def whole_width(self, weight: Array, axis: int) -> Array:
