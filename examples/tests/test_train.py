@@ -77,6 +77,14 @@ def test_optimizers_train_as_well(train: Runner, optimizer: str, param_dtype: st
     assert np.mean(losses[-5:]) < np.mean(right[-5:]) + (0.4 if optimizer == "muon" else 0.1)
 
 
+def test_fp8_trains_as_well(train: Runner) -> None:
+    of: Any = {"num_train_steps": 20, "learning_rate": 3e-3}
+    right = list(train(**of).losses.values())
+    losses = list(train(matmul="fp8", **of).losses.values())
+    assert losses != right
+    assert abs(np.mean(losses[-5:]) - np.mean(right[-5:])) < 0.05
+
+
 @pytest.mark.few(0)
 def test_eight_bits_on_a_mesh_and_resumed(train: Runner, tmp_path: Path) -> None:
     """A device has whole blocks of 256 columns, as without a mesh."""
@@ -176,6 +184,8 @@ def test_checkpoints_are_kept_to_the_newest(train: Runner, tmp_path: Path) -> No
         ("--model_size huge", "no preset: choose from test, tiny, small, qwen2.5-0.5b, qwen2"),
         ("--ce_kernel_type liger", "unknown: choose from auto, baseline, fused, fused_linear"),
         ("--norm_kernel apex", "--norm_kernel apex is unknown: choose from auto, baseline, ours"),
+        ("--matmul int4", "--matmul int4 is unknown: choose from default, fp8"),
+        ("--matmul fp8 --mesh model=2", "--matmul fp8 and --mesh model=2 do not go together"),
         ("--mlp_kernel apex", "--mlp_kernel apex is unknown: choose from auto, baseline, ours"),
         ("--attention_kernel apex", "apex is unknown: choose from auto, baseline, ours"),
         ("--linear_attention_kernel fla", "fla is unknown: choose from auto, baseline, ours"),

@@ -14,6 +14,7 @@ from .config import (
     LAYER_CHOICES,
     LOOP_CHOICES,
     LOSS_CHOICES,
+    MATMULS,
     MESH_AXES,
     OPTIMIZERS,
     PRESETS,
@@ -48,6 +49,8 @@ def parse(argv: Sequence[str] | None) -> Options:
     linear = f"linear attention and the delta rule of a hybrid: {layer}"
     add("--linear_attention_kernel", default=default.linear_attention_kernel, help=linear)
     add("--conv_kernel", default=default.conv_kernel, help=f"convolution of a hybrid: {layer}")
+    matmul = f"matrices of attention and feed-forward layers: {', '.join(MATMULS)}"
+    add("--matmul", default=default.matmul, help=matmul)
     add("--block_pattern", help="blocks of a hybrid, such as MDMA: Mamba-2, DeltaNet, attention")
     add("--dtype", default=default.dtype, help=f"what is computed in: {', '.join(DTYPES)}")
     params = f"parameters: {', '.join(DTYPES)}; bfloat16 is rounded stochastically"

@@ -11,6 +11,7 @@ Dtype = Literal["bfloat16", "float32"]
 Optimizer = Literal["adamw", "adamw8bit", "muon"]
 Remat = Literal["none", "selective", "attention", "full"]
 LayerLoop = Literal["scan", "unrolled"]
+Matmul = Literal["default", "fp8"]
 
 LOSS_KERNELS: tuple[LossKernel, ...] = get_args(LossKernel)
 LAYER_KERNELS: tuple[LayerKernel, ...] = get_args(LayerKernel)
@@ -18,6 +19,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 REMATS: tuple[Remat, ...] = get_args(Remat)
 LAYER_LOOPS: tuple[LayerLoop, ...] = get_args(LayerLoop)
+MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 # In the place of a kernel, or of a loop: the fastest that there is.
 AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
@@ -163,6 +165,7 @@ class Options:
     attention_kernel: str = AUTO
     linear_attention_kernel: str = AUTO
     conv_kernel: str = AUTO
+    matmul: str = "default"
     block_pattern: str | None = None
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
@@ -239,6 +242,7 @@ def resolve(options: Options) -> Config:
         ("attention_kernel", options.attention_kernel, LAYER_CHOICES),
         ("linear_attention_kernel", options.linear_attention_kernel, LAYER_CHOICES),
         ("conv_kernel", options.conv_kernel, LAYER_CHOICES),
+        ("matmul", options.matmul, MATMULS),
         ("dtype", options.dtype, DTYPES),
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
@@ -271,6 +275,11 @@ def resolve(options: Options) -> Config:
         raise InputError(f"--memory_budget {options.memory_budget} is not a positive number of GiB")
     config = Config(model, batch, length, parse_mesh(options.mesh), options)
     check_mesh(config)
+    if options.matmul != "default" and "model" in config.mesh:
+        raise InputError(
+            f"--matmul {options.matmul} and --mesh {options.mesh} do not go together: shard by "
+            "data and fsdp, or choose default"
+        )
     return config
 
 

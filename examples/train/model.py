@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 import pallas_bridge
 from pallas_bridge import checkpoint_policies
 
-from .config import Hybrid, LayerKernel, LayerLoop, Model, Remat
+from .config import Hybrid, LayerKernel, LayerLoop, Matmul, Model, Remat
 from .mixers import GatedDeltaNet, Mamba2, MixerParts
 from .shards import WHOLE, Shards, packed, save_all_but_weights
 
@@ -108,8 +108,17 @@ class Kernels:
     # Whether sums of the residual stream are saved, from which `rms_norm_linear` and `gated_mlp`
     # compute normalised rows again.
     keeps_sums: bool = False
+    # How rows and matrices of attention and feed-forward layers are multiplied.
+    matmul: Matmul = "default"
     # How a block's matrices are sharded.
     shards: Shards = WHOLE
+
+    def multiply(self, rows: Array, matrix: Array) -> Array:
+        """Returns rows [.., D] times a matrix [D, N]."""
+        product: Array = (
+            pallas_bridge.fp8_linear(rows, matrix) if self.matmul == "fp8" else rows @ matrix
+        )
+        return product
 
 
 def normalise(kernel: LayerKernel, x: Array, weight: Array, eps: float) -> Array:
@@ -149,9 +158,10 @@ class Norm(nnx.Module):
         return self(total), total
 
     def after_into(
-        self, branch: Array, stream: Array, matrix: Array, shards: Shards
+        self, branch: Array, stream: Array, matrix: Array, kernels: Kernels
     ) -> tuple[Array, Array]:
         """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
+        shards = kernels.shards
         if self.kernel == "ours" and self.keeps_sums and shards.has_own_rows:
             with jax.named_scope("projections"):
                 both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
@@ -165,7 +175,7 @@ class Norm(nnx.Module):
                 return both
         x, stream = self.after(branch, stream)
         with jax.named_scope("projections"):
-            return shards.gather_rows(x) @ matrix.astype(x.dtype), stream
+            return kernels.multiply(shards.gather_rows(x), matrix.astype(x.dtype)), stream
 
 
 class GroupNorm(nnx.Module):
@@ -234,7 +244,7 @@ class Block(nnx.Module):
         """Takes and returns what is still to be added to the residual stream, and the stream."""
         shards, matrix = self.kernels.shards, self.gathered_heads(self.qkv)
         matrix = shards.whole_width(matrix, 0)
-        qkv, stream = self.norm1.after_into(branch, stream, matrix, shards)
+        qkv, stream = self.norm1.after_into(branch, stream, matrix, self.kernels)
         return self.feed_forward(self.attention(qkv, tables, within), stream)
 
     def gathered_heads(self, columns: Any) -> Array:
@@ -265,7 +275,8 @@ class Block(nnx.Module):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
             out = shards.whole_width(self.out[...].astype(qkv.dtype), 1)
-            return shards.scatter_sum(mixed.reshape(*qkv.shape[:2], -1) @ out)
+            mixed = mixed.reshape(*qkv.shape[:2], -1)
+            return shards.scatter_sum(self.kernels.multiply(mixed, out))
 
     def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         """Queries and keys, normalised by head where the model does that, and rotated."""
@@ -303,17 +314,20 @@ class Block(nnx.Module):
                 )
                 return both
         x, stream = norm.after(branch, stream)
-        if is_ours:
+        if is_ours and self.kernels.matmul == "default":
             with jax.named_scope("projections"):
                 y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down)
                 return shards.scatter_sum(y), stream
         with jax.named_scope("projections"):
-            packed = shards.gather_rows(x) @ up
+            packed = self.kernels.multiply(shards.gather_rows(x), up)
         with jax.named_scope("activation"):
-            gate, up = jnp.split(packed, 2, axis=-1)
-            inner = jax.nn.silu(gate) * up
+            if is_ours:
+                inner = pallas_bridge.swiglu(packed)
+            else:
+                gate, up = jnp.split(packed, 2, axis=-1)
+                inner = jax.nn.silu(gate) * up
         with jax.named_scope("projections"):
-            return shards.scatter_sum(inner @ down), stream
+            return shards.scatter_sum(self.kernels.multiply(inner, down)), stream
 
     def matrices(self, dtype: Any) -> tuple[Array, Array]:
         """Returns a device's gate and up, packed, and its down, in a dtype."""
@@ -389,7 +403,8 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
-        kernels = dataclasses.replace(kernels, keeps_sums=remat not in ("none", "full"))
+        is_kept = remat not in ("none", "full") and kernels.matmul == "default"
+        kernels = dataclasses.replace(kernels, keeps_sums=is_kept)
         self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         # As many times as the pattern is repeated.

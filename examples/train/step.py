@@ -180,6 +180,7 @@ def make_model(config: Config) -> Transformer:
         options.attention_kernel,
         options.linear_attention_kernel,
         options.conv_kernel,
+        matmul=options.matmul,
         shards=Shards.of(config),
     )
     return Transformer(
