@@ -10,12 +10,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from on_mesh import NAMES, mesh_of
 from pallas_bridge.nn import fp8_dot_general
+from placement import PLATFORM
 
 from pallas_bridge import delayed_scale, fp8_dequantize, fp8_linear, fp8_quantize
 
 ROWS, WIDTH, COLUMNS = 16, 24, 40
-# What an entry may be off by, relative to the largest: the sum and one rounding of the result.
-OFF = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
+# What an entry may be off by, relative to the largest: the sum, which GPUs make in fewer bits than
+# float32, and one rounding of the result.
+OFF = {"float32": 1e-6 if PLATFORM == "cpu" else 2e-4, "bfloat16": 4e-3, "float16": 5e-4}
 
 
 def arrays_of(rng: np.random.Generator, dtype: str = "bfloat16", *batch: int) -> list[jax.Array]:
@@ -92,7 +94,9 @@ def test_each_example_of_vmap_has_scales_of_its_own(
 
     gradient = jax.jit(jax.grad(loss))(weight)
     parts = found[2] if weights is not None else found[2].sum(0)
-    np.testing.assert_allclose(gradient, parts, rtol=1e-5, atol=1e-5 * np.abs(parts).max())
+    np.testing.assert_allclose(
+        gradient, parts, rtol=0, atol=10 * OFF["float32"] * np.abs(parts).max()
+    )
 
 
 @pytest.mark.parametrize("way", ["auto", "explicit"])

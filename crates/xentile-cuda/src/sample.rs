@@ -97,10 +97,11 @@ impl Sample {
         unsafe { Driver::get()?.launch(kernel, extent, stream, &arguments) }
     }
 
-    /// CTAs of a cluster: a power of two.
+    /// CTAs of a cluster: a power of two, and at least two, as memcheck takes a message of a CTA to itself for a
+    /// fault where its cluster has no other.
     fn ctas(&self) -> u32 {
         let ctas = self.vocab.div_ceil(LEAST_COLUMNS).next_power_of_two();
-        u32::try_from(ctas).unwrap_or(MAX_CTAS).min(MAX_CTAS)
+        u32::try_from(ctas).unwrap_or(MAX_CTAS).clamp(2, MAX_CTAS)
     }
 
     /// The launch in clusters of so many CTAs.
