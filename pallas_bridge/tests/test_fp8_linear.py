@@ -14,7 +14,7 @@ from placement import PLATFORM
 
 from pallas_bridge import delayed_scale, fp8_dequantize, fp8_linear, fp8_quantize
 
-ROWS, WIDTH, COLUMNS = 16, 24, 40
+ROWS, WIDTH, COLUMNS = 136, 144, 160
 # What an entry may be off by, relative to the largest: the sum, which GPUs make in fewer bits than
 # float32, and one rounding of the result.
 OFF = {"float32": 1e-6 if PLATFORM == "cpu" else 2e-4, "bfloat16": 4e-3, "float16": 5e-4}
@@ -68,7 +68,7 @@ def test_values_and_gradients(
 def test_leading_axes_are_rows(rng: np.random.Generator) -> None:
     x, weight, dy = arrays_of(rng, "float32", 2, 3)
     right = wanted(x.reshape(-1, WIDTH), weight, dy.reshape(-1, COLUMNS))
-    for one, other in zip(with_gradients(x, weight, dy), right, strict=True):
+    for one, other in zip(jax.jit(with_gradients)(x, weight, dy), right, strict=True):
         close(one.reshape(other.shape), other, "float32")
     assert fp8_linear(x[0, 0, 0], weight).shape == (COLUMNS,)
     assert fp8_linear(x[:0], weight).shape == (0, 3, ROWS, COLUMNS)
@@ -160,9 +160,10 @@ def test_a_history_is_mapped_with_what_it_is_of(rng: np.random.Generator) -> Non
     def loss(history: Any, x: Any, dy: Any) -> Any:
         return jnp.sum(fp8_linear(x, weight, history=history) * dy)
 
-    found = jax.vmap(jax.grad(loss))(history, x, dy)
+    gradient = jax.grad(loss)
+    found, one = jax.jit(jax.vmap(gradient))(history, x, dy), jax.jit(gradient)
     for index in range(2):
-        right = jax.grad(loss)(history[index], x[index], dy[index])
+        right = one(history[index], x[index], dy[index])
         np.testing.assert_array_equal(found[index], right)
     with pytest.raises(NotImplementedError, match="map a history for each example"):
         jax.grad(lambda one: jax.vmap(loss, (None, 0, 0))(one, x, dy).sum())(history[0])
@@ -183,14 +184,14 @@ def test_dot_general_takes_axes_as_flax_passes_them(rng: np.random.Generator) ->
     np.testing.assert_array_equal(fp8_dot_general(x, weight, axes, precision=None), right)
     found = fp8_dot_general(x, weight, axes, preferred_element_type=jnp.bfloat16)
     np.testing.assert_array_equal(found, right.astype(jnp.bfloat16))
-    split = x.reshape(ROWS, 4, 6), weight.T.reshape(5, 8, 4, 6)
+    split = x.reshape(ROWS, 4, 36), weight.T.reshape(5, 32, 4, 36)
     found = fp8_dot_general(*split, (((-2, -1), (2, 3)), ((), ())))
     np.testing.assert_array_equal(found.reshape(ROWS, COLUMNS), right)
 
 
 def test_bad_input(rng: np.random.Generator) -> None:
     x, weight, _ = arrays_of(rng, "float32")
-    with pytest.raises(ValueError, match=r"x has shape \(16, 24\) and weight \(40, 24\)"):
+    with pytest.raises(ValueError, match=r"x has shape \(136, 144\) and weight \(160, 144\)"):
         fp8_linear(x, weight.T)
     with pytest.raises(TypeError, match="grad_dtype is 'int8'"):
         fp8_linear(x, weight, grad_dtype="int8")

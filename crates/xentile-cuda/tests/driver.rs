@@ -452,15 +452,15 @@ fn draw() {
 fn a_cluster_draws_the_token_of_a_row() {
     let text = printed_by("draw", &[]);
     for line in [
-        "launch sample stream 1 grid 48 block 1024 shared 74184 cluster 16 first 0x20000 loads 1",
-        "launch sample stream 1 grid 4 block 1024 shared 40372 cluster 2 first 0x20000 loads 1",
+        "launch sample stream 1 grid 48 block 1024 shared 107096 cluster 16 first 0x20000 loads 1",
+        "launch sample stream 1 grid 4 block 1024 shared 73284 cluster 2 first 0x20000 loads 1",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }
     assert_eq!(text.lines().filter(|line| *line == "done").count(), 3, "{text}");
     let text = printed_by("draw", &[("FAKE_CLUSTERS", "0")]);
     let line =
-        "launch sample stream 1 grid 24 block 1024 shared 112096 cluster 8 first 0x20000 loads 1";
+        "launch sample stream 1 grid 24 block 1024 shared 145008 cluster 8 first 0x20000 loads 1";
     assert!(text.lines().any(|one| one == line), "{text}");
     let text = printed_by("draw", &[("FAKE_CAPABILITY", "80")]);
     let reason =

@@ -320,8 +320,8 @@ mod tests {
             (
                 "/arguments/1/dtype",
                 json!("int32"),
-                "arguments[1].dtype is `int32`; it must be one of f32, bf16, f16, i32, i64, i1, \
-                 f8E4M3FN, f8E5M2",
+                "arguments[1].dtype is `int32`; it must be one of f32, bf16, f16, i32, i64, \
+                 ui8, i1, f8E4M3FN, f8E5M2",
             ),
             ("/results/0/shape", json!([-1]), "`results[0].shape[0]`: invalid value"),
             ("/tile/block_size", json!(0), "tile.block_size is 0; it must be at least 1"),

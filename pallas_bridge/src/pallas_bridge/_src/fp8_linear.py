@@ -21,8 +21,9 @@ from .keywords import hinted
 from .operation import Implementation
 from .products import contract
 
-# Least compute capability of GPUs that multiply in FP8.
-FP8_CAPABILITY = 8.9
+# Least compute capability of GPUs that multiply in FP8, and the least extents of the products: XLA
+# refuses this algorithm for vectors, and small products gain nothing.
+FP8_CAPABILITY, LEAST_EXTENT = 8.9, 128
 # Hopper's fast accumulation, in fewer bits than float32: a gradient of 32768 terms is off by 0.0586
 # of its norm, one of 8192 by 0.0579, nearly all of it for the values' own rounding. XLA gives
 # products with this algorithm to cuBLASLt at once; others it tries by Triton first, for long.
@@ -55,8 +56,8 @@ def fp8_linear(
     cotangents of several uses.
 
     Gradients are those of the product as if Q were the identity. On NVIDIA GPUs of compute
-    capability 8.9 and later XLA multiplies in FP8 with cuBLASLt; elsewhere it multiplies the same
-    values in the dtype of x.
+    capability 8.9 and later XLA multiplies in FP8 with cuBLASLt, from 128 rows and columns on; else
+    it multiplies the same values in the dtype of x.
 
     It is differentiable in reverse mode only. Meshes may shard rows of x, columns of the matrix,
     and D; the scale is that of the whole array. Under `vmap` each example has scales of its own.
@@ -269,7 +270,10 @@ def _multiply(a: Quantized, b: Quantized, dtype: Any, spec: list[Any]) -> jax.Ar
         return contract(a.astype(wide), b.astype(wide), (1,), (1,), spec) * scale.astype(wide)
 
     operands = (a.values, b.values, a.scales * b.scales)
-    branches = {"cuda": in_fp8} if _gpus_multiply() else {}
+    extents = (*a.values.shape, *b.values.shape)
+    # Symbolic extents of exported programs are taken for large ones.
+    is_small = any(isinstance(one, int) and one < LEAST_EXTENT for one in extents)
+    branches = {"cuda": in_fp8} if not is_small and _gpus_multiply() else {}
     y: jax.Array = jax.lax.platform_dependent(*operands, **branches, default=converted)
     return y.astype(dtype)
 
