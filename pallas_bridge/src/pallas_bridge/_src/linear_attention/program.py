@@ -237,7 +237,7 @@ class Program:
         # The last g up to a token that is not finite: decays over it are NaN.
         last = _maxima_before(_place_of_bad(chunks.g, -1))
         differences = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-        differences = jnp.where(last[..., None] > jnp.arange(self.chunk), jnp.nan, differences)
+        differences = jnp.where(last[..., None] > _places(differences, -1), jnp.nan, differences)
         decay = jnp.exp(jnp.where(lower > 0, differences, LEAST_LOG_DECAY))
         from_start = jnp.exp(jnp.where(last < 0, high + low, jnp.nan))[..., None]
         to_end = decay[..., -1, :, None]
@@ -324,19 +324,19 @@ class Program:
         last = _maxima_before(_place_of_bad(pairs, -2).max(-2), -1)
         last = jnp.maximum(last, _place_of_bad(start, -1).max(-1, keepdims=True))
         first = _first_of_bad(end, -1)
-        t = jnp.arange(self.chunk)
+        t = _places(dg, -1)
         return jnp.where((last >= t) | (first < t), jnp.nan, dg)
 
     def _lower_dot(self, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns x y of x [.., i, j], which is 0 where i < j, and rows y [.., j, columns]."""
-        i = jnp.arange(x.shape[-1])[:, None]
-        return jnp.where(_first_of_bad(y, -2) <= i, jnp.nan, self._dot(axes, x, _finite(y)))
+        product = self._dot(axes, x, _finite(y))
+        return jnp.where(_first_of_bad(y, -2) <= _places(product, -2), jnp.nan, product)
 
     def _upper_dot(self, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns x' y of x [.., i, j], which is 0 where i < j, and rows y [.., i, columns]."""
-        j = jnp.arange(x.shape[-1])[:, None]
         last = _place_of_bad(y, -2).max(-2, keepdims=True)
-        return jnp.where(last >= j, jnp.nan, self._dot(axes, x, _finite(y)))
+        product = self._dot(axes, x, _finite(y))
+        return jnp.where(last >= _places(product, -2), jnp.nan, product)
 
     def _solve_transposed(
         self, chunks: Chunks, terms: Terms, scores: jax.Array, do: jax.Array, dstate: jax.Array
@@ -407,8 +407,8 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def _places(x: jax.Array, axis: int) -> jax.Array:
-    """Returns the indices along an axis of x, of the rank that broadcasts against x."""
-    return jnp.arange(x.shape[axis]).reshape(-1, *[1] * (-1 - axis))
+    """Returns the indices along an axis of x, in the shape of x."""
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim + axis)
 
 
 def _place_of_bad(x: jax.Array, axis: int) -> jax.Array:
@@ -435,8 +435,7 @@ def _invert(a: jax.Array) -> jax.Array:
     """
     a = _strictly_lower(a)
     last = _maxima_before(_place_of_bad(a, -1).max(-1))
-    places = jnp.arange(a.shape[-1])
-    return jnp.where(last[..., None] >= places, jnp.nan, invert_unit_lower(_finite(a)))
+    return jnp.where(last[..., None] >= _places(a, -1), jnp.nan, invert_unit_lower(_finite(a)))
 
 
 def _sums(axes: str, x: jax.Array, ones: jax.Array) -> jax.Array:
