@@ -674,7 +674,7 @@ def test_memory_runs(tmp_path: Path) -> None:
     (line,) = {line for (size, what, _), line in found.items() if (size, what) == (up, "result")}
     file, _, number = line.partition(":")
     source = (ROOT / "examples" / file).read_text().splitlines()[int(number) - 1]
-    assert "@ up" in source
+    assert "multiply(shards.gather_rows(x), up)" in source
     text = memory.table([both, step])
     assert "| 16.0 KiB | argument | params['blocks']['up'] |  |" in text
 

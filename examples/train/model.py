@@ -6,6 +6,7 @@ Parameters are float32; what is computed is in the dtype that the model is calle
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,12 +114,10 @@ class Kernels:
     # How a block's matrices are sharded.
     shards: Shards = WHOLE
 
-    def multiply(self, rows: Array, matrix: Array) -> Array:
-        """Returns rows [.., D] times a matrix [D, N]."""
-        product: Array = (
-            pallas_bridge.fp8_linear(rows, matrix) if self.matmul == "fp8" else rows @ matrix
-        )
-        return product
+    @property
+    def multiply(self) -> Callable[[Array, Array], Array]:
+        """What multiplies rows [.., D] with a matrix [D, N]."""
+        return pallas_bridge.fp8_linear if self.matmul == "fp8" else jnp.matmul
 
 
 def normalise(kernel: LayerKernel, x: Array, weight: Array, eps: float) -> Array:

@@ -45,12 +45,23 @@ use_sanitizers() {
 
 # Builds the library and the tools with the profile and the features of the tests of the tier host, which
 # compiled all that they need.
+#
+# README's commands put others where cargo does, beside a later tier: hence copies, and one build a run of
+# scripts/test.sh, which is not to take a file from under a command that runs.
 build_binaries() {
-    cargo build "${profile[@]}" --workspace --features "xla-ffi/testing${cuda:+,$cuda}"
-    # README's commands put another one there, beside this tier.
-    mkdir -p "$target_dir/tests"
-    cp "$binaries/libxentile_xla.so" "$library.$$"
-    mv "$library.$$" "$library"
+    (
+        exec 9<scripts/tiers/common.sh
+        flock 9
+        built=${XENTILE_TEST_WHEELS:+$XENTILE_TEST_WHEELS/binaries-are-built}
+        if [[ -n $built && -f $built ]]; then exit; fi
+        cargo build "${profile[@]}" --workspace --features "xla-ffi/testing${cuda:+,$cuda}"
+        mkdir -p "$binaries"
+        for name in libxentile_xla.so gradcheck microbench; do
+            cp "$target_dir/$profile_folder/$name" "$binaries/$name.new"
+            mv "$binaries/$name.new" "$binaries/$name"
+        done
+        [[ -z $built ]] || touch "$built"
+    )
 }
 
 # Whether gradcheck can have pallas_bridge export programs and run them on XLA's CPU, which it is then
@@ -119,5 +130,4 @@ host_triple() {
 target_dir=${CARGO_TARGET_DIR:-$PWD/target}
 # Where `build_binaries` puts what it makes.
 # shellcheck disable=SC2034 # the tiers read it
-binaries=$target_dir/$profile_folder
-library=$target_dir/tests/libxentile_xla.so
+binaries=$target_dir/tests library=$target_dir/tests/libxentile_xla.so
