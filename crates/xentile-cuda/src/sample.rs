@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn clusters_have_room_for_the_vocabulary() {
         let ctas = |vocab| Sample::new(1, vocab).unwrap().ctas();
-        assert_eq!([1, 2048, 2049, 5000, 32_000, 151_936].map(ctas), [1, 1, 2, 4, 16, 16]);
+        assert_eq!([1, 2048, 2049, 5000, 32_000, 151_936].map(ctas), [2, 2, 2, 4, 16, 16]);
         let largest = Sample::new(3, Sample::LARGEST_VOCAB).unwrap();
         let extent = largest.extent(PORTABLE_CTAS);
         assert_eq!((extent.ctas, extent.cluster), (24, Some(8)));
