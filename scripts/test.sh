@@ -65,7 +65,7 @@ if [[ -n ${CI:-} || $XENTILE_TEST_SET == ci ]]; then
 fi
 # CI builds one profile: that which README's commands ask for, with the settings of the profile dev.
 if [[ $XENTILE_TEST_SET == ci ]]; then
-    export CARGO_PROFILE_RELEASE_OPT_LEVEL=2 CARGO_PROFILE_RELEASE_LTO=off
+    export CARGO_PROFILE_RELEASE_OPT_LEVEL=2
     export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true
 fi
 # Python compiles what is imported, once, where pip would compile all that it installs.
