@@ -16,7 +16,7 @@ from .checks import as_array, check_dtype
 from .fp8_quantize.api import Quantized, delayed_scale, fp8_quantize
 from .fp8_quantize.declaration import OPERATION
 from .fp8_quantize.options import check_format
-from .implementations import choose
+from .implementations import choose, gpus
 from .keywords import hinted
 from .operation import Implementation
 from .products import contract
@@ -280,11 +280,7 @@ def _multiply(a: Quantized, b: Quantized, dtype: Any, spec: list[Any]) -> jax.Ar
 
 def _gpus_multiply() -> bool:
     """Returns whether the machine's NVIDIA GPUs, if there are any, multiply in FP8."""
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:
-        return True
-    return all(float(getattr(gpu, "compute_capability", 9.0)) >= FP8_CAPABILITY for gpu in gpus)
+    return all(float(getattr(gpu, "compute_capability", 9.0)) >= FP8_CAPABILITY for gpu in gpus())
 
 
 def _spec(a: jax.Array, of_a: int, b: jax.Array, of_b: int) -> list[Any]:

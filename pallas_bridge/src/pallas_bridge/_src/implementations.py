@@ -1,4 +1,6 @@
-"""Which implementation of an operation is traced."""
+"""Which implementation of an operation is traced, and the GPUs that it may run on."""
+
+import jax
 
 from .operation import Implementation, Operation
 
@@ -17,3 +19,11 @@ def choose(operation: Operation, implementation: Implementation | None) -> Imple
             f"{operation}: implementation is {implementation!r}; it must be one of {names}, or None"
         )
     return implementation
+
+
+def gpus() -> list[jax.Device]:
+    """Returns the NVIDIA GPUs of all processes: none where JAX has no backend for them."""
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..arrays import spec_of
 from ..bound import Bound
 from ..custom_call import vary_alike
+from ..implementations import gpus
 from .options import Options
 
 Kernel = Callable[..., tuple[jax.Array, ...]]
@@ -80,11 +81,9 @@ def _is_faster_backward(options: Options, q: Any, k: Any, v: Any) -> bool:
 
 
 def _has_hopper_alone() -> bool:
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return False
-    return all(getattr(one, "compute_capability", None) == "9.0" for one in devices)
+    devices = gpus()
+    hopper = [getattr(one, "compute_capability", None) == "9.0" for one in devices]
+    return bool(devices) and all(hopper)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import library
+from ..implementations import gpus
 from ..keywords import hinted
 from .config import DecoderConfig
 from .parameters import Params, are_on_one_device, check_params, output_matrix
@@ -84,11 +85,8 @@ def is_there(target: str, arrays: Iterable[Array], suits: Callable[[Any], bool])
     """Returns whether a target is for CUDA, every GPU suits it, and arrays are on one device."""
     if not library.has("cuda", target):
         return False
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return False
-    return are_on_one_device(arrays, len(devices)) and all(map(suits, devices))
+    devices = gpus()
+    return bool(devices) and are_on_one_device(arrays, len(devices)) and all(map(suits, devices))
 
 
 def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:

@@ -1,8 +1,7 @@
 """How a step of a decoder runs on each platform, in words."""
 
-import jax
-
 from .. import library
+from ..implementations import gpus
 from . import cpu_kernels, kernel
 
 
@@ -28,10 +27,7 @@ def _on_cuda() -> str:
         f"one kernel a step in bfloat16, for up to {kernel.LARGEST_BATCH} sequences on one GPU and "
         f"the dimensions of {', '.join(kernel.DIMENSIONS)}; else {by_layers}"
     )
-    try:
-        small = [one for one in jax.devices("cuda") if not kernel.is_large_hopper(one)]
-    except RuntimeError:
-        return takes
+    small = [one for one in gpus() if not kernel.is_large_hopper(one)]
     if small:
         return (
             f"{by_layers}: {small[0].device_kind} is not of compute capability 9.0 with "
