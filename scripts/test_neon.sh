@@ -27,7 +27,7 @@ if [[ -n ${XENTILE_XLA_LIBRARY:-} ]]; then
     exit
 fi
 # What they hold is of no instruction set: how work is cut, and arrays beyond the caches.
-slow=(real_vocabularies large_results large threads_change_no_bit tokens_of_a_task logits_may_be_kept)
+slow=(real_vocabularies large_results large bits_do_not_depend_on_threads tokens_of_a_task logits_may_be_kept)
 echo "left out: tests of sizes and threads, which take minutes under emulation: ${slow[*]}"
 (($#)) || set -- --lib --tests
 cargo test --no-fail-fast --target "$target" -p xentile-cpu "$@" -- "${slow[@]/#/--skip=}"

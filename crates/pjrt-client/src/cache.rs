@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_is_whole_or_refused() {
+    fn a_broken_cache_entry_is_refused() {
         let key = [7; HASH];
         let whole = entry(&key, b"program");
         assert_eq!(program_of(&whole, &key).unwrap(), b"program");
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_key_do_not_run_together() {
+    fn parts_of_a_cache_key_are_separated() {
         let of = |parts: &[&[u8]]| {
             let mut key = Key(Sha256::new());
             parts.iter().for_each(|part| key.part(part));

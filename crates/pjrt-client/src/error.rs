@@ -356,7 +356,7 @@ fn rounded_bytes(word: &str) -> Option<u64> {
 }
 
 fn asked(requested: Option<u64>) -> String {
-    requested.map_or("how much was asked for is not told".into(), |bytes| {
+    requested.map_or("the requested size is not reported".into(), |bytes| {
         format!("{} asked for", human(bytes))
     })
 }
@@ -368,7 +368,7 @@ fn had(available: Option<u64>, limit: Option<u64>) -> String {
         }
         (Some(available), None) => format!("{} available", human(available)),
         (None, Some(limit)) => format!("{} in all", human(limit)),
-        (None, None) => "how much there is is not told".into(),
+        (None, None) => "the available size is not reported".into(),
     }
 }
 
@@ -438,12 +438,12 @@ mod tests {
     }
 
     #[test]
-    fn what_there_was_is_told_beside_what_was_asked_for() {
+    fn out_of_memory_names_available_and_requested_bytes() {
         let error = || Error::reported(Code::ResourceExhausted, "Out of memory".into(), "PJRT_F");
         assert_eq!(
             error().to_string(),
-            "PJRT_F: out of device memory: how much was asked for is not told; how much there is \
-             is not told: RESOURCE_EXHAUSTED: Out of memory"
+            "PJRT_F: out of device memory: the requested size is not reported; how much there is \
+             is not reported: RESOURCE_EXHAUSTED: Out of memory"
         );
         let stats = MemoryStats {
             bytes_in_use: Some(1 << 30),

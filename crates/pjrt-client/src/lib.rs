@@ -27,7 +27,7 @@
 //!   find room for the fields they added.
 //! - **Whatever order things are dropped in.** Buffers and programs keep their client, which shuts
 //!   down after the last of them. All types may be sent to and shared by threads, as PJRT allows.
-//! - **What is not told is `None`.** Figures about memory that a plug-in does not have are never
+//! - **What is not reported is `None`.** Figures about memory that a plug-in does not have are never
 //!   zero.
 //! - **No device needed.** A [`Topology`] describes devices that are elsewhere, and programs are
 //!   compiled for them.

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn wrong_lengths_are_refused() {
         let error = |options: CompileOptions| options.encode().unwrap_err().to_string();
         let text = error(CompileOptions::new().replicas(2).devices(vec![vec![0]]));
         assert!(text.contains("[[0]]") && text.contains("1 lists of 2"), "{text}");

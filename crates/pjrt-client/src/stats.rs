@@ -113,7 +113,7 @@ impl CompiledMemoryStats {
         known.iter().any(Option::is_some).then(|| known.iter().flatten().sum())
     }
 
-    /// Marks every figure as not told, before the plug-in writes those that it knows of.
+    /// Marks every figure as not reported, before the plug-in writes those that it knows of.
     pub(crate) fn prepare(stats: &mut abi::ExecutableGetCompiledMemoryStats) {
         stats.generated_code_size_in_bytes = -1;
         stats.argument_size_in_bytes = -1;
@@ -157,7 +157,7 @@ mod tests {
     use crate::abi::Padded;
 
     #[test]
-    fn what_is_not_told_is_none() {
+    fn missing_statistics_are_none() {
         let mut stats = Padded::<abi::DeviceMemoryStats>::new();
         stats.bytes_in_use = -1;
         stats.pool_bytes = 7;

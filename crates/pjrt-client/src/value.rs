@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn values_round_trip() {
         let options = [
             ("text", "v6e:2x2".into()),
             ("empty", "".into()),

@@ -156,7 +156,7 @@ fn every_type_goes_there_and_back() {
 
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
-fn a_pred_of_any_byte_is_a_bool() {
+fn any_nonzero_byte_is_true() {
     let bytes = [7, 0, 1, 255];
     let buffer = client().buffer_from_bytes(&bytes, DType::Pred, &[4], Place::Default).unwrap();
     assert_eq!(buffer.to_vec::<bool>().unwrap(), [true, false, true, true]);
@@ -167,7 +167,7 @@ fn a_pred_of_any_byte_is_a_bool() {
 
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
-fn what_does_not_fit_is_refused_on_the_host() {
+fn wrong_shapes_are_refused_on_the_host() {
     let client = client();
     let error = client.buffer(&[1.0_f32; 5], &[2, 3]).unwrap_err();
     assert_eq!(error.to_string(), "5 elements of f32 do not fill [2, 3], which takes 6");
@@ -275,7 +275,7 @@ fn executables_say_what_they_are() {
 
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
-fn what_does_not_compile_says_why() {
+fn a_program_that_does_not_compile_is_an_error_with_its_line() {
     let client = client();
     let error = |program: &str, options: CompileOptions| {
         client.compile(&Program::mlir(program), &options).unwrap_err()
@@ -744,7 +744,7 @@ fn many_runs_are_under_way_at_once() {
 
 #[test]
 #[ignore = "needs the CPU plug-in: see the top of this file"]
-fn the_client_may_go_first() {
+fn a_client_may_be_dropped_before_its_buffers() {
     let client = client();
     let add = compile(&client, ADD);
     let x = client.buffer(&[1.0_f32; 12], &[4, 3]).unwrap();

@@ -79,7 +79,7 @@ fn fake(macros: &[(&str, i32)]) -> (tempfile::TempDir, Result<Plugin, Error>) {
 }
 
 #[test]
-fn what_is_no_library_is_named_with_the_reason() {
+fn a_file_that_cannot_be_loaded_is_named_with_the_reason() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing.so");
     let error = Plugin::open(&missing).unwrap_err();
@@ -123,7 +123,7 @@ fn another_major_version_is_refused() {
 }
 
 #[test]
-fn a_function_past_the_end_of_the_table_is_missing() {
+fn a_function_beyond_the_api_table_is_missing() {
     // Up to PJRT_Plugin_Attributes, which is null.
     let (_directory, plugin) = fake(&[("COUNT", 5), ("MINOR", 40)]);
     let plugin = plugin.unwrap();

@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn wrong_lengths_are_refused() {
         let pool = Threads::new(1).unwrap();
         let launch = Launch { isa: Isa::detect(), pool: &pool };
         let (mut params, mut moments) = ([1.0; 4], [[0.0; 4]; 2]);

@@ -296,7 +296,7 @@ fn bits_depend_on_nothing_but_a_head() {
 
 /// What no query may see, and queries that see nothing, may hold anything.
 #[test]
-fn what_is_not_seen_is_not_read() {
+fn masked_entries_are_not_read() {
     let mut rng = common::fresh_rng("flash_attention");
     let pool = Threads::new(2).unwrap();
     let shape = shape(2, 1, [120, 250], [16, 8]);
@@ -323,7 +323,7 @@ fn what_is_not_seen_is_not_read() {
 
 /// What is not finite of another segment changes no bit, and of its own it is not hidden.
 #[test]
-fn what_is_not_finite_stays_in_its_segment() {
+fn nan_and_inf_stay_in_their_segment() {
     let mut rng = common::fresh_rng("flash_attention");
     let pool = Threads::new(2).unwrap();
     let shape = shape(2, 2, [230, 230], [16, 16]);

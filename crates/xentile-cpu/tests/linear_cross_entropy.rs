@@ -417,7 +417,7 @@ fn every_instruction_set() {
 }
 
 #[test]
-fn the_tokens_of_a_task_change_no_bit() {
+fn bits_do_not_depend_on_tokens_a_task() {
     fn body<E: Element>(rng: &mut ChaCha8Rng) {
         let mut case = Case::<E>::new(rng, [301, 30, 500], VocabAxis::First);
         let tuned = default_tile::<E>(500).time_block();
@@ -513,7 +513,7 @@ fn a_label_out_of_range_spoils_its_own_token() {
 }
 
 #[test]
-fn what_is_not_a_number_stays_where_it_is() {
+fn nan_stays_in_its_token_or_column() {
     fn body<E: Element>(rng: &mut ChaCha8Rng) {
         let mut case = Case::<E>::new(rng, [9, 8, 77], VocabAxis::First);
         case.columns = 30;
@@ -574,7 +574,7 @@ fn no_tokens_have_no_gradient() {
 }
 
 #[test]
-fn what_disagrees_is_named() {
+fn shapes_that_disagree_are_named() {
     let pool = Threads::new(1).unwrap();
     let launch = Launch { isa: Isa::detect(), tile: None, pool: &pool };
     let shape = LinearShape::new([2, 3], [5, 3], None).unwrap();

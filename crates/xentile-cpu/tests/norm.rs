@@ -551,7 +551,7 @@ fn groups_and_blocks() {
 }
 
 #[test]
-fn threads_change_no_bit() {
+fn bits_do_not_depend_on_threads() {
     fn body<E: Element, W: AsWeight>(kind: Kind) {
         let mut rng = common::fresh_rng("norm");
         let mut case = Case::<E, W>::new(kind, &mut rng, 400, 1000, Distribution::Normal);

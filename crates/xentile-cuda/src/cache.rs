@@ -40,7 +40,7 @@ mod tests {
     use crate::Error;
 
     #[test]
-    fn a_value_is_made_once_and_an_error_every_time() {
+    fn values_are_cached_and_errors_are_not() {
         let cache = Cache::new();
         assert_eq!(cache.get("a", |_| Err::<i32, _>(Error::NoDevice)), Err(Error::NoDevice));
         assert_eq!(cache.get("a", |key| Ok(key.len() as i32)), Ok(1));
@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_meanwhile_stays() {
+    fn the_first_value_of_a_key_is_kept() {
         let cache = Cache::new();
         let made = cache.get(1, |_| {
             cache.get(1, |_| Ok("first"))?;

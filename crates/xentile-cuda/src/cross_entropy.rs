@@ -771,7 +771,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_kernel_takes_is_refused() {
+    fn shapes_without_a_kernel_are_refused() {
         let new =
             |options, vocab| Kernel::new(options, LogitsShape::new(1, vocab).unwrap(), DType::Bf16);
         let message = |kernel: Result<Kernel>| kernel.unwrap_err().to_string();

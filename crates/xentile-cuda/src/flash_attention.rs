@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_refused() {
+    fn shapes_without_a_kernel_are_refused() {
         let refuse = |shape, dtype| {
             let options = FlashAttention::new(64);
             Attention::new(options, shape, dtype).unwrap_err().to_string()

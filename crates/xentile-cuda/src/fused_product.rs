@@ -722,7 +722,7 @@ mod tests {
     }
 
     #[test]
-    fn places_share_parts_and_the_widest_choose() {
+    fn devices_share_parts_by_width() {
         let shares = |places: &[usize], parts| PRODUCT.share_parts(places, 66, parts);
         let layout = |parts| PRODUCT.layout(parts, Epilogue::Unnormalised);
         let parts_in = |bytes, places| PRODUCT.parts_in(bytes, places, Epilogue::Unnormalised);

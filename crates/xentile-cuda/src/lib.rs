@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_one_or_apart() {
+    fn arrays_are_the_same_or_do_not_overlap() {
         let at = |address: usize| std::ptr::without_provenance_mut::<c_void>(address);
         let check = |a, b| check_places(("logits", at(a)), ("dlogits", at(b)), 64);
         assert_eq!(check(0x1000, 0x1000), Ok(()));

@@ -504,7 +504,7 @@ mod tests {
     use crate::cross_entropy::Labels;
 
     #[test]
-    fn cuts_that_the_fused_pass_has_not_are_refused_before_anything_runs() {
+    fn chunks_without_a_fused_pass_are_refused_first() {
         let (none, nothing) = (null_mut::<c_void>(), null_mut::<f32>());
         let linear = Linear {
             tokens: 4,

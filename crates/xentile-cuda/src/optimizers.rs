@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn wrong_lengths_are_refused() {
         for (size, block) in [(100, 64), (192, 96), (256, 0)] {
             let error = array(&quantized(size, block), 0).unwrap_err().to_string();
             assert!(error.contains("256, 128 or 64 entries"), "{error}");

@@ -190,7 +190,7 @@ fn calls() {
 const LINES: [&str; 3] = ["launch", "tensor", "fill"];
 
 #[test]
-fn what_is_launched() {
+fn launch_sizes() {
     let text = printed(&[]);
     let lines: Vec<_> = text
         .lines()
@@ -313,7 +313,7 @@ fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
 }
 
 #[test]
-fn what_is_missing_is_said() {
+fn a_missing_library_is_named() {
     for (told, reason) in [
         (
             ("FAKE_VERSION", "11040"),

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_disagrees_is_named() {
+    fn shapes_that_disagree_are_named() {
         let cases = [
             ("/manifest_version", json!(2), "manifest_version is 2; this reads 1"),
             (

@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_comes_from_below() {
+    fn keys_left_out_come_from_the_base() {
         let base: Value = serde_yaml::from_str(
             "{shape: {batch: 9, seq_len: 9, vocab: 9}, options: {z_loss: 0.5, softcap: 3}}",
         )

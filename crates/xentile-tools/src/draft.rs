@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_draft_is_there_whole_or_not_at_all() {
+    fn files_are_written_atomically() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/file.txt");
         let draft = Draft::new(&path).unwrap();

@@ -236,11 +236,12 @@ pub fn estimate(
     let mut transposing = 0.0;
     let mut rest = 0.0;
     for part in &schedule.computations {
-        let untold =
+        let unreported =
             |what: &str| format!("the compiler's listing of {} does not tell {what}", part.name);
-        let bundles = part.run_bundles.with_context(|| untold("how many bundles run"))? as f64;
+        let bundles = part.run_bundles.with_context(|| unreported("how many bundles run"))? as f64;
         if let Some(known) = Traffic::of(part, moved) {
-            let found = part_of(chip, part, Some(known)).with_context(|| untold("its steps"))?;
+            let found =
+                part_of(chip, part, Some(known)).with_context(|| unreported("its steps"))?;
             kernels.push(KernelEstimate {
                 name: known.name.clone(),
                 tile_dma_us: None,
@@ -255,7 +256,7 @@ pub fn estimate(
         }
         match kernel(part, traffic).zip(tile) {
             Some(((name, passes), tile)) => {
-                let data = part.data_bundles.with_context(|| untold("loops over data"))?;
+                let data = part.data_bundles.with_context(|| unreported("loops over data"))?;
                 let bundles = bundles + (rows as u64 * data) as f64;
                 let [high, wide] = [tile.time_block(), tile.block_size()];
                 let tiles = (rows.div_ceil(high) * columns.div_ceil(wide)) as f64;
@@ -263,7 +264,7 @@ pub fn estimate(
                 let tile_s = passes * bytes / chip.hbm_bytes_per_second;
                 let dma = passes * operand / chip.hbm_bytes_per_second;
                 let scheduled = bundles / clock;
-                let steps = part.grid_steps.with_context(|| untold("its steps"))?;
+                let steps = part.grid_steps.with_context(|| unreported("its steps"))?;
                 let steps = steps as f64 * chip.step_s;
                 kernels.push(KernelEstimate {
                     name: name.to_owned(),
@@ -277,7 +278,8 @@ pub fn estimate(
                 });
             }
             None => {
-                let bytes = part.dma_bytes.with_context(|| untold("how many bytes are copied"))?;
+                let bytes =
+                    part.dma_bytes.with_context(|| unreported("how many bytes are copied"))?;
                 let longer = chip.dma_s(part, bytes).max(bundles / clock);
                 *if part.transposes() { &mut transposing } else { &mut rest } += longer;
             }
@@ -412,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longer_of_dma_and_schedule_binds() {
+    fn the_estimate_is_the_larger_of_dma_and_schedule() {
         let rest = part("copy.3", 10, 0, 1_640_000);
         let short = vec![part("xentile_cross_entropy_fused.2", 100, 1, 0), rest.clone()];
         let estimate = of(short, "v6e:2x2").unwrap();
@@ -440,8 +442,8 @@ mod tests {
         near(estimate.transposing_ms, 0.001 / TRANSPOSED_SHARE);
         near(estimate.step_ms, estimate.transposing_ms);
 
-        let untold = Computation { dma_bytes: None, ..rest.clone() };
-        let error = of(vec![untold], "v6e:2x2").unwrap_err().to_string();
+        let unreported = Computation { dma_bytes: None, ..rest.clone() };
+        let error = of(vec![unreported], "v6e:2x2").unwrap_err().to_string();
         assert!(error.contains("of copy.3 does not tell how many bytes"), "{error}");
 
         let long = vec![part("xentile_cross_entropy_backward", 1_000_000, 0, 0), rest];
@@ -502,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_estimated() {
+    fn an_unknown_topology_has_no_estimate() {
         let kernel = || part("jvp_xentile_cross_entropy_forward_.1", 100, 0, 0);
         assert!(of(vec![kernel()], "v99:2x2").is_err());
         assert!(of(vec![Computation { run_bundles: None, ..kernel() }], "v5e:2x2").is_err());

@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_operation_is_told_of() {
+    fn every_operation_is_listed() {
         assert_eq!(list().lines().count(), operations().len());
         for name in Op::names() {
             assert!(list().lines().any(|line| line.starts_with(name)));

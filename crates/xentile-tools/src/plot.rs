@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_splits_a_line_and_nothing_at_all_still_draws() {
+    fn a_missing_point_splits_a_line() {
         let lines = |points: Vec<(usize, Option<f64>)>| {
             let series = vec![Series { name: "one".to_owned(), points }];
             let panel = Panel { y_label: "y".to_owned(), series, level: None, mark: None };

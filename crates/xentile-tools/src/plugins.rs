@@ -74,7 +74,7 @@ fn devices(client: &Client, line: &mut impl FnMut(&str, String)) {
                 });
                 told.collect::<Vec<_>>().join(", ")
             }
-            Err(_) => "memory not told".into(),
+            Err(_) => "memory not reported".into(),
         };
         line(&format!("device {id}"), format!("{kind}: {memory}"));
     }

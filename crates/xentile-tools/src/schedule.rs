@@ -55,7 +55,7 @@ pub struct Computation {
     pub grid_steps: Option<u64>,
     /// Bytes that copies between HBM and VMEM move; an estimate. None where the listing does not tell.
     pub dma_bytes: Option<u64>,
-    /// What it holds of VMEM: scratch and the windows of a pipeline. None where that is not told.
+    /// What it holds of VMEM: scratch and the windows of a pipeline. None where that is not reported.
     pub vmem_bytes: Option<u64>,
 }
 
@@ -222,7 +222,7 @@ fn vmem_bytes(text: &str) -> Option<u64> {
     let size = |line: &str| {
         let (_, rest) = line.split_once("space=vmem, size = 0x")?;
         let end = rest.find(|c: char| !c.is_ascii_hexdigit())?;
-        // One that is not told is -1.
+        // One that is not reported is -1.
         u64::from_str_radix(&rest[..end], 16).ok().filter(|&size| size <= u64::from(u32::MAX))
     };
     Some(allocations().filter_map(size).sum())
@@ -374,7 +374,7 @@ MATMUL, VALU, VLOAD, VLOAD:FILL
     }
 
     #[test]
-    fn the_users_arguments_stay() {
+    fn xla_flags_of_the_user_are_kept() {
         let args = init_args(" --a=1 --xla_jf_dump_to=/u", Path::new("/d"));
         assert_eq!(
             args,

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said_with_both_figures() {
+    fn out_of_memory_names_both_sizes() {
         fits(5, 5).unwrap();
         let error = fits(3 << 30, 1 << 30).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");

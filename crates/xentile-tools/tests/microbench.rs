@@ -112,7 +112,7 @@ fn both_implementations_agree_under_every_reduction_and_option() {
 }
 
 #[test]
-fn zeros_have_the_loss_of_an_even_guess() {
+fn zero_logits_have_the_loss_log_v() {
     let report = measure(&["--logits", "zeros"]);
     assert!(close(number(&report, "/loss"), 1001_f64.ln(), 1e-6));
 }

@@ -202,7 +202,7 @@ fn every_operation_is_measured() {
 }
 
 #[test]
-fn what_an_operation_does_not_have_is_said_to_be_whose() {
+fn an_option_of_another_operation_names_its_owner() {
     let norm = xentile::operation("rms_norm").unwrap();
     let logits = xentile::operation("cross_entropy").unwrap();
     let attention = xentile::operation("flash_attention").unwrap();
@@ -291,7 +291,7 @@ fn what_an_operation_does_not_have_is_said_to_be_whose() {
 }
 
 #[test]
-fn operations_are_told_of() {
+fn operations_are_listed() {
     let list = run(XENTILE, &["ops".into()]);
     let list = String::from_utf8(list.stdout).unwrap();
     for of in operations() {

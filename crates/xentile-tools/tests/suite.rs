@@ -23,7 +23,7 @@ fn suite(folder: &std::path::Path, sets: &[&str]) -> Output {
 }
 
 #[test]
-fn what_fails_is_told_and_the_rest_is_measured() {
+fn a_failed_measurement_is_reported_and_the_rest_run() {
     let folder = tempfile::tempdir().unwrap();
     let output = suite(folder.path(), &[]);
     let (stdout, stderr) =

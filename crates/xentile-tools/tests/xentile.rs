@@ -44,7 +44,7 @@ fn a_preset_that_is_not_there_is_named() {
 }
 
 #[test]
-fn the_old_names_take_the_same_flags() {
+fn old_command_names_take_the_same_flags() {
     let flags = |help: &[u8]| -> Vec<String> {
         let help = String::from_utf8_lossy(help);
         let words = help.split_whitespace().filter(|word| word.starts_with("--"));

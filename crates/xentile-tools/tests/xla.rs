@@ -235,12 +235,12 @@ fn a_sweep_runs_and_shows_what_programs_take() {
     let column = |name| cells[0].iter().position(|&column| column == name).unwrap();
     for cell in &cells[1..] {
         assert_eq!(cell.len(), cells[0].len());
-        assert_eq!(cell[column("device_peak_bytes_in_use")], "", "not told is not 0");
+        assert_eq!(cell[column("device_peak_bytes_in_use")], "", "not reported is not 0");
         let arguments: usize = cell[column("compiled_argument_bytes")].parse().unwrap();
         assert!(arguments >= 2 * 8 * 1003 * 2, "logits and the last gradient");
     }
     let markdown = std::fs::read_to_string(path("out/sweep.md")).unwrap();
-    assert!(markdown.contains("| not told |"), "{markdown}");
+    assert!(markdown.contains("| not reported |"), "{markdown}");
     // The kernels are those of the backend cpu, and so is their tile.
     assert!(path("cross_entropy.cpu.yaml").is_file());
 }
@@ -327,7 +327,7 @@ fn plugins_that_are_none_or_of_another_time() {
         (fake_plugin(0, 81, 118, 9, "not today"), "FAILED_PRECONDITION: not today"),
         (
             fake_plugin(0, 200, 118, 8, oom),
-            "out of device memory: 64.00 GiB asked for; how much there is is not told: \
+            "out of device memory: 64.00 GiB asked for; the available size is not reported: \
              RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB. BufferAssignment \
              OOM Debugging.\n",
         ),
@@ -390,7 +390,7 @@ fn a_file_that_is_no_plugin() {
 }
 
 #[test]
-fn what_is_not_the_users_to_choose() {
+fn flags_of_another_backend_are_refused() {
     for (arguments, message) in [
         (&["--backend", "xla:cpu", "--isa", "portable"][..], "isa is set; on xla:cpu"),
         (&["--backend", "xla:cpu", "--threads", "2"], "threads is set; on xla:cpu"),

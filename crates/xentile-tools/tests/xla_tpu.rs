@@ -103,7 +103,7 @@ fn write_manifest(folder: &Path, platform: &str) -> String {
 }
 
 #[test]
-fn what_cannot_be_compiled_for_a_topology() {
+fn a_topology_needs_the_tpu_backend() {
     for backend in ["cpu", "xla:cpu", "xla:cuda"] {
         let error = refuse(&["--backend", backend, "--topology", "v6e:2x2"]);
         let expected = format!(
@@ -277,7 +277,7 @@ fn names_that_are_no_topology() {
 
 #[test]
 #[ignore = "needs libtpu in XENTILE_PJRT_TPU"]
-fn the_users_dumps_stay() {
+fn dumps_of_the_user_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let args = format!("--xla_jf_dump_to={} --xla_jf_dump_llo_text=true", folder.path().display());
     let output = Command::new(MICROBENCH)
@@ -757,8 +757,8 @@ fn the_plain_program_has_no_estimate_and_a_reason() {
     let reason = report["no_estimate"].as_str().unwrap();
     assert!(reason.ends_with("does not tell how many bytes are copied"), "{reason}");
     let parts = report["schedule"]["computations"].as_array().unwrap();
-    let untold: Vec<_> = parts.iter().filter(|part| part["dma_bytes"].is_null()).collect();
-    let names: Vec<_> = untold.iter().map(|part| part["name"].as_str().unwrap()).collect();
+    let unreported: Vec<_> = parts.iter().filter(|part| part["dma_bytes"].is_null()).collect();
+    let names: Vec<_> = unreported.iter().map(|part| part["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["fusion", "select_reduce_fusion", "reduce"]);
     assert!(parts.iter().all(|part| !part["name"].as_str().unwrap().contains("gather")));
 }

@@ -104,7 +104,7 @@ fn refused(target: &str, options: Activation, change: impl FnOnce(&mut Call), re
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn wrong_arrays_are_named() {
     let halves = Activation::new(Kind::GeluErf, Layout::Halves);
     let swap = |index: usize, dtype: DType, dims: &'static [i64]| {
         move |call: &mut Call| call.arguments[index] = Array::new(dtype, dims)

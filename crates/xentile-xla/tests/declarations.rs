@@ -53,7 +53,7 @@ fn samples(declaration: &'static Declaration, platform: &str, count: usize) -> V
 }
 
 #[test]
-fn what_declarations_name_is_there() {
+fn declared_names_are_unique_and_known() {
     let mut targets = HashSet::new();
     for declaration in declarations() {
         let target = declaration.name();

@@ -142,7 +142,7 @@ fn refused(target: &str, change: impl FnOnce(&mut Call), reason: &str) {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn wrong_arrays_are_named() {
     let swap = |index: usize, dtype: DType, dims: &'static [i64]| {
         move |call: &mut Call| call.arguments[index] = Array::new(dtype, dims)
     };

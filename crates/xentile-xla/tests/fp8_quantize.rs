@@ -172,7 +172,7 @@ fn without_a_gpu_handlers_for_one_say_what_is_missing() {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn wrong_arrays_are_named() {
     let result = |index: usize, dtype: DType, dims: &'static [i64]| {
         move |call: &mut Call| call.results[index] = Array::new(dtype, dims)
     };
@@ -240,7 +240,7 @@ fn fused(name: &str) -> Call {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn what_is_wrong_with_fused_forms_is_named() {
+fn wrong_arrays_of_fused_calls_are_named() {
     let missing = xentile_cuda::available().err().map(|missing| missing.to_string());
     let refused = |name: &str, change: &dyn Fn(&mut Call), reason: &str| {
         let mut count = 0;

@@ -1008,7 +1008,7 @@ mod linear_on_cpu {
     }
 
     #[test]
-    fn what_disagrees_is_refused_by_name() {
+    fn shapes_that_disagree_are_refused_by_name() {
         let problem = Problem::<bf16>::new(&mut common::fresh_rng("handlers"), 0, true);
         let zeros: &[f32] = &[0.0; TOKENS];
         // With the index of `bias` and, where gradients are made, that of `dbias`.
@@ -1121,7 +1121,7 @@ mod linear {
     }
 
     #[test]
-    fn what_disagrees_is_refused_by_name() {
+    fn shapes_that_disagree_are_refused_by_name() {
         let refused = |mut call: Call, reason: &str| {
             call.link();
             let message = call.refused(target());

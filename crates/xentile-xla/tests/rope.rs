@@ -62,7 +62,7 @@ fn values_are_those_of_the_kernel() {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn wrong_arrays_are_named() {
     let refused = |change: &dyn Fn(&mut Call), reason: &str| {
         let (mut call, ..) = call(Rope::default(), false);
         change(&mut call);
@@ -154,7 +154,7 @@ fn without_a_gpu_heads_are_not_normalised() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn what_is_wrong_with_heads_is_named() {
+fn wrong_heads_are_named() {
     let refused = |pass: &str, is_result: bool, index: usize, of: (DType, &[i64]), reason: &str| {
         for entry in qk_handlers(pass) {
             let mut call = qk_call(pass);

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_carried_table_holds_usable_tiles() {
+    fn tuned_tables_hold_valid_tiles() {
         for (table, _) in TABLES {
             assert!(!tuned_tiles(table).is_empty(), "{table} is empty");
             for row in tuned_tiles(table) {
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn every_carried_choice_is_of_one_variant_and_of_its_figures() {
+    fn tuned_implementations_match_their_figures() {
         for (backend, _) in IMPLEMENTATIONS {
             let rows = tuned_implementations(backend);
             assert!(!rows.is_empty(), "{backend} is empty");

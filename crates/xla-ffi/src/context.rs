@@ -437,7 +437,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_hold_every_task_once() {
+    fn every_task_is_in_one_share() {
         for (tasks, count) in [(0, 1), (1, 1), (5, 2), (6, 3), (7, 3), (512, 16), (2, 5)] {
             let shares = shares(tasks, count);
             assert_eq!(shares.len(), count);

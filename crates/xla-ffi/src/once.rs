@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_without_room_is_not_put_in() {
+    fn a_full_table_takes_no_further_key() {
         let seen = Seen::<16>::new();
         for number in 0..9 {
             seen.put(key(1 + 16 * number));

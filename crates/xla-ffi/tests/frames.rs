@@ -125,7 +125,7 @@ fn a_right_frame_is_run() {
 }
 
 #[test]
-fn what_is_loaded_is_loaded_once_for_calls_that_are_alike() {
+fn state_is_loaded_once_for_equal_calls() {
     let list = [1_i64, 2];
     let right = |dtype, dims: &[i64], of_result: &[i64], level: i32| {
         let arguments = vec![Array::new(dtype, dims)];
@@ -337,7 +337,7 @@ fn a_result_in_the_memory_of_a_donated_argument() {
 }
 
 #[test]
-fn the_last_buffer_may_be_left_out() {
+fn the_last_array_is_optional() {
     let arrays = |count| (0..count).map(|_| Array::f32(&[1.0; 4])).collect::<Vec<_>>();
     for (arguments, results, sum) in [(1, 1, 1.0), (2, 1, 2.0), (1, 2, 1.0), (2, 2, 2.0)] {
         let mut call = Call::new(arrays(arguments), arrays(results));
@@ -430,7 +430,7 @@ fn metadata() {
 }
 
 #[test]
-fn what_the_runtime_lacks_is_unimplemented() {
+fn functions_missing_from_the_runtime_are_unimplemented() {
     let mut call = Call::new(vec![], vec![]);
     let (code, message) = call.call(test_stream).unwrap_err();
     assert_eq!(

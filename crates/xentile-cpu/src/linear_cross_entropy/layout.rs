@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_in_place_goes_to_the_scratch() {
+    fn columns_beyond_the_gradient_go_to_scratch() {
         let kept = |tokens, room| {
             let column_blocks = keeping(shape(tokens, 6, [24, 6]), 6, room);
             let lengths = |wanted: fn(&ColumnBlock) -> bool| {

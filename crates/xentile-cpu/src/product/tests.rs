@@ -145,7 +145,7 @@ fn products_of_the_first_terms() {
 }
 
 #[test]
-fn a_sum_over_nothing() {
+fn a_sum_over_no_tokens() {
     for isa in Isa::available() {
         let mut to = [f32::NAN; 3];
         let left = Matrix::new(&[0.0_f32; 0], 3).transposed();

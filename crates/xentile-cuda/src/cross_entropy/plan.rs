@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_measured_best_on_an_h200_is_planned_for_it() {
+    fn plans_for_an_h200_are_those_measured_fastest() {
         for (dtype, vocab, [warps, ctas, chunks, slots]) in [
             (DType::Bf16, 32_000, [12, 1, 1, 3]),
             (DType::Bf16, 50_257, [12, 1, 2, 4]),

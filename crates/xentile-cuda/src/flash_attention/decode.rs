@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_takes_is_refused() {
+    fn shapes_without_a_kernel_are_refused() {
         let attention = |dtype, keys| {
             let shape = AttentionShape { keys, ..SHAPE };
             Attention::new(FlashAttention::new(128), shape, dtype).unwrap()

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scratch_has_room() {
+    fn backward_launches_and_scratch() {
         let attention = Attention::new(FlashAttention::new(72), SHAPE, DType::F16).unwrap();
         assert_eq!(attention.scratch_words(), Some(128 * 128 + 768));
         let (before, after) = attention.gradients_in_one();

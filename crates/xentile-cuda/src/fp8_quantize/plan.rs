@@ -359,7 +359,7 @@ mod tests {
     const BY_128: Blocks = Blocks { rows: 1, columns: Some(128) };
 
     #[test]
-    fn statistics_are_ahead_of_the_tiles_that_wait_for_them() {
+    fn statistics_are_ready_before_tiles_that_need_them() {
         for extents in [[1, 1, 2048], [1, 300, 4096], [1, 8192, 14336], [3, 256, 2176]] {
             let [matrices, rows, columns] = extents;
             let shape = QuantizeShape::new(matrices, rows, columns).unwrap();

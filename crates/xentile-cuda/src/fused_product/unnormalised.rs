@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn products_by_width_are_the_librarys_where_tiles_come_in_whole_turns() {
+    fn cublas_runs_products_whose_tiles_fill_waves() {
         let keeps_busy = |tokens, width| {
             let (vocab, vocab_is_last, dtype) = (128_256, false, DType::Bf16);
             FusedProduct { tokens, width, vocab, vocab_is_last, dtype, options: OPTIONS }

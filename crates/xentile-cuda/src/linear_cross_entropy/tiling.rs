@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn every_column_is_made_once_and_what_is_not_kept_twice() {
+    fn columns_are_computed_once_if_kept_else_twice() {
         for kept in [None, Some(Kept { columns: 300, slot: 128 })] {
             for last in [700, 1024, 4700, 5000] {
                 if kept.is_some() && last == 5000 {
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_a_slot_lie_over_slots_that_were_read() {
+    fn slots_are_reused_after_they_are_read() {
         for (tokens, width) in [(1000, 64), (64, 1000), (300, 300), (1, 8), (8, 1)] {
             let linear = Linear { tokens, width, ..tiled(tokens, 128) };
             let slot = 128;

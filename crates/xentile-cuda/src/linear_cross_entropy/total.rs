@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_write_where_others_have_read() {
+    fn steps_overwrite_only_memory_already_read() {
         for rows in [0, 1, 7, 8, 64, 1000, 64_128] {
             for spare in [8, 9, 100, 1_000_000] {
                 let mut end = 0;

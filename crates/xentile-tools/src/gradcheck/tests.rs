@@ -189,7 +189,7 @@ fn one_wrong_entry_of_any_result_is_found() {
 /// Queries and keys of attention end together, whichever are more: a kernel for which they begin together,
 /// or whose diagonal is a key off, is found.
 #[test]
-fn a_diagonal_that_meets_another_corner_is_found() {
+fn a_shifted_causal_diagonal_is_found() {
     let op = Op::named("flash_attention").unwrap();
     let kernels = xentile_cpu::kernels(op.name()).unwrap();
     let (pool, isa) = (xentile_cpu::Threads::new(1).unwrap(), xentile_cpu::Isa::detect());
@@ -295,7 +295,7 @@ fn with_entry(array: &Array<'_>, index: usize, value: f64) -> Array<'static> {
 /// largest entry of one off by a fifth, forgotten or NaN they fail; so they do where a column that there is
 /// not has a number.
 #[test]
-fn what_is_known_of_tokens_is_held() {
+fn gradcheck_checks_properties_of_tokens() {
     let more = [
         ("reduction", Value::Word("none")),
         ("distribution", Value::Bool(true)),

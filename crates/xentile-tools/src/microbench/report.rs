@@ -192,7 +192,7 @@ impl fmt::Display for Report {
             None if !self.op.has_derivative() => ("schedule", "forward".to_owned()),
             None => ("schedule", "forward then backward".to_owned()),
         };
-        let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
+        let bytes = |bytes: Option<u64>| bytes.map_or("not reported".to_owned(), memory::human);
         let mut line = |name: &str, value: String| writeln!(f, "{name:<15} {value}");
         line("operation", what)?;
         line("implementation", program.to_owned())?;
@@ -336,9 +336,9 @@ impl Report {
 
     /// What a run told.
     fn fmt_run(&self, line: &mut impl FnMut(&str, String) -> fmt::Result) -> fmt::Result {
-        let bytes = |bytes: Option<u64>| bytes.map_or("not told".to_owned(), memory::human);
+        let bytes = |bytes: Option<u64>| bytes.map_or("not reported".to_owned(), memory::human);
         let figure = |figure: Option<f64>, digits: usize| {
-            figure.map_or("not told".to_owned(), |figure| format!("{figure:.digits$}"))
+            figure.map_or("not reported".to_owned(), |figure| format!("{figure:.digits$}"))
         };
         let is_loaded = self.from_cache == Some(true);
         let made = if is_loaded { "loading from the cache" } else { "compiling" };

@@ -341,12 +341,13 @@ second line of a comment */ }
         assert!((trips.steps - 8.0).abs() < 1e-9);
         // One block on the first step, and one of a size in a register, as large, on each.
         assert!((trips.dma_bytes.unwrap() - 9.0 * 64.0 * 32.0).abs() < 1e-9);
-        let untold = read(&LISTING.replace("/*size_in_granules=*/64", "/*size_in_granules=*/%s8"));
-        assert_eq!(untold.unwrap().dma_bytes, None, "no copy's size is a constant");
+        let unreported =
+            read(&LISTING.replace("/*size_in_granules=*/64", "/*size_in_granules=*/%s8"));
+        assert_eq!(unreported.unwrap().dma_bytes, None, "no copy's size is a constant");
     }
 
     #[test]
-    fn what_is_no_listing_tells_nothing() {
+    fn text_that_is_no_listing_has_no_trip_counts() {
         assert_eq!(read(""), None);
         assert_eq!(read("LB: loop body\n== CAPACTIY:\n 1 2 3\n"), None);
     }

@@ -103,14 +103,14 @@ pub(super) struct ProgramMemory {
 }
 
 impl Measured {
-    /// The most that a part of the program holds of VMEM; none where that is not told.
+    /// The most that a part of the program holds of VMEM; none where that is not reported.
     pub(super) fn vmem_bytes(&self) -> Option<u64> {
         self.schedule.as_ref()?.computations.iter().filter_map(|part| part.vmem_bytes).max()
     }
 }
 
 impl ProgramMemory {
-    /// All that the program holds at once; none where any part is not told.
+    /// All that the program holds at once; none where any part is not reported.
     pub(super) fn bytes(self) -> Option<u64> {
         let all = self.argument_bytes? + self.output_bytes? + self.temporary_bytes?;
         Some(all.saturating_sub(self.alias_bytes.unwrap_or(0)))
@@ -189,7 +189,7 @@ impl Row {
 
 /// A number for people.
 pub(super) fn figure(number: Option<f64>, digits: usize) -> String {
-    number.map_or("not told".to_owned(), |number| format!("{number:.digits$}"))
+    number.map_or("not reported".to_owned(), |number| format!("{number:.digits$}"))
 }
 
 pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<Row>> {

@@ -97,11 +97,11 @@ impl Sweep<'_> {
             self.rows.iter().any(|row| row.measured().is_some_and(|m| figure.of(m).is_some()))
         };
         let Some(figure) = figures.iter().copied().find(told) else {
-            let y_label = "memory: not told".to_owned();
+            let y_label = "memory: not reported".to_owned();
             return Panel { y_label, series: self.lines(|_| None), level: None, mark: None };
         };
         let has_gaps = self.rows.iter().filter_map(Row::measured).any(|m| figure.of(m).is_none());
-        let gaps = if has_gaps { "; gaps: not told" } else { "" };
+        let gaps = if has_gaps { "; gaps: not reported" } else { "" };
         let height = |m: &Measured| figure.of(m).map(mib);
         let level = match self.kind().of_products {
             false => self.first_operand().map(|(name, bytes)| {
@@ -160,12 +160,12 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_panel_shows_what_says_most_and_what_is_not_told() {
+    fn the_memory_panel_shows_the_most_exact_figure_reported() {
         const MIB: u64 = 1 << 20;
         let [none, some] = [[None; 2], [Some(7 * MIB), None]];
         let points = |panel: &Panel| panel.series[0].points.iter().map(|p| p.1).collect::<Vec<_>>();
         let told = panel(some, Some(MIB), Some(MIB));
-        assert_eq!(told.y_label, "device memory, peak in use (MiB; gaps: not told)");
+        assert_eq!(told.y_label, "device memory, peak in use (MiB; gaps: not reported)");
         assert_eq!(points(&told), [Some(7.0), None]);
         let program = panel(none, Some(3 * MIB), Some(MIB));
         assert_eq!(program.y_label, "arguments, results, temporaries (MiB)");
@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(process.y_label, "process's memory, peak (MiB)");
         assert_eq!(points(&process), [Some(2.0); 2]);
         let nothing = panel(none, None, None);
-        assert_eq!(nothing.y_label, "memory: not told");
+        assert_eq!(nothing.y_label, "memory: not reported");
         assert_eq!(points(&nothing), [None; 2]);
     }
 }

@@ -169,14 +169,14 @@ fn plan(cell: &Measured) -> Option<&str> {
     cell.exported.as_ref()?.plan.as_deref()
 }
 
-/// For programs: nothing where it is not told.
+/// For programs: nothing where it is not reported.
 fn plain(value: Option<impl Display>) -> String {
     value.map_or(String::new(), |value| value.to_string())
 }
 
 /// For people.
 fn told(value: Option<impl Display>) -> String {
-    value.map_or("not told".to_owned(), |value| value.to_string())
+    value.map_or("not reported".to_owned(), |value| value.to_string())
 }
 
 fn bytes(bytes: Option<u64>) -> String {

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_without_logits_takes_nothing_from_a_row_and_gives_it_none() {
+    fn a_shard_without_logits_changes_no_sum() {
         let options = CrossEntropy::default();
         let [whole, merged] = both(&options, &[MASKED, MASKED, 1.0, 2.0], 3, 2);
         assert_eq!(whole[..2], [0.0; 2]);

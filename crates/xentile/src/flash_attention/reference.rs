@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_by_hand() {
+    fn values_worked_out_by_hand() {
         let sees = |query: usize, _: usize| query == 0;
         let (q, k) = (vec![1.0, 0.0, 1.0, 1.0], vec![1.0, 5.0, 1.0, -5.0]);
         let v = vec![1.0, 2.0, 3.0, 3.0, 2.0, 1.0];

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn either_way_round_it_is_the_same_weight() {
+    fn both_layouts_of_weight_agree() {
         let first = made(&Synthetic::default(), VocabAxis::First);
         let last = made(&Synthetic::default(), VocabAxis::Last);
         assert_eq!(first.weight[3 * 64 + 7], last.weight[7 * 500 + 3]);

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_is_off_counts_for_both_of_a_pair() {
+    fn an_error_of_a_table_bounds_both_of_a_pair() {
         let options = Rope { layout: Layout::Interleaved, inverse: false };
         let mut bound = [0.0; 3];
         table_bound(options, &[3.0, -4.0, 9.0], 1, 2.0, &mut bound);
