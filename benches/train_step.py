@@ -110,8 +110,8 @@ def measure(model: str, programs: list[str], batch: int | None) -> Iterator[Row]
             try:
                 # The first round warms up; a step that finds no memory leaves the state as it was.
                 for _ in range(FIRST_STEPS if index == 0 else 1):
-                    state, told = program(state, arrays)
-                loss = float(told["loss"])
+                    state, metrics = program(state, arrays)
+                loss = float(metrics["loss"])
             except jax.errors.JaxRuntimeError as error:
                 rows[name]["error"] = harness.first_line(error)
                 del compiled[name]
@@ -123,7 +123,7 @@ def measure(model: str, programs: list[str], batch: int | None) -> Iterator[Row]
                 continue
             begun = time.perf_counter()
             for _ in range(CALLS):
-                state, told = program(state, arrays)
+                state, metrics = program(state, arrays)
             jax.block_until_ready(state)
             times[name].append((time.perf_counter() - begun) / CALLS)
     for name in programs:
@@ -227,10 +227,12 @@ def alone(model: str, program: str, batch: int | None, seconds: float) -> Row:
         return {"error": f"more than {seconds:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        told = done.stderr.strip().splitlines() or ["no output"]
+        lines = done.stderr.strip().splitlines() or ["no output"]
         # PyTorch ends with advice.
-        raised = [line for line in told if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)]
-        return {"error": harness.without_folders((raised or told)[-1])[:160]}
+        raised = [
+            line for line in lines if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)
+        ]
+        return {"error": harness.without_folders((raised or lines)[-1])[:160]}
     return dict(json.loads(lines[-1]))
 
 
@@ -255,8 +257,8 @@ def parts_of_step(model: str, program: str, batch: int | None) -> Row:
         profiler = breakdown.Profiler(Path(folder), 0, steps, is_of_kernels=True)
         for index in range(steps):
             profiler.before(index)
-            state, told = compiled(state, arrays)
-        jax.block_until_ready(told)
+            state, metrics = compiled(state, arrays)
+        jax.block_until_ready(metrics)
         profiler.after(steps)
         parts, containers = breakdown.parts_of_program(compiled.as_text(), scope)
         traced = breakdown.instructions_of_trace(Path(folder), parts.keys() - containers)

@@ -176,8 +176,8 @@ class Training:
         def seconds(calls: int) -> float:
             begun = time.perf_counter()
             for _ in range(calls):
-                self.states[axis], told = compiled(self.states[axis], arrays)
-            jax.block_until_ready((self.states[axis], told))
+                self.states[axis], metrics = compiled(self.states[axis], arrays)
+            jax.block_until_ready((self.states[axis], metrics))
             return (time.perf_counter() - begun) / calls
 
         return seconds, compiled

@@ -149,8 +149,8 @@ def test_bad_input_is_told_of_before_anything_runs(
     monkeypatch.setattr(runner, "Process", refuse)
     monkeypatch.setenv("PATH", "")
     assert bench(*command.split()) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
+    text = capsys.readouterr().err
+    assert message in text and text.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -331,18 +331,18 @@ def test_words_of_times() -> None:
         return {"case": case, "status": "ok", "average": average}
 
     rows = [row("forward", 0, 8.0), row("forward", 5, 2.0), row("forward_backward", 5, 6.0)]
-    told = timing.words(rows)
-    assert "Forward and backward take 3.00 times" in told
-    assert "Without warm-up the average is 4.00 times" in told
+    text = timing.words(rows)
+    assert "Forward and backward take 3.00 times" in text
+    assert "Without warm-up the average is 4.00 times" in text
     ours = {**rows[2], "case": {**rows[2]["case"], "norm": "ours", "mlp": "ours"}, "average": 3.0}
-    told = timing.words([*rows, ours])
-    assert told.endswith(
+    text = timing.words([*rows, ours])
+    assert text.endswith(
         "With kernels norm ours, mlp ours a warm forward_backward takes 0.50 of XLA's time (a at "
         "128 in mixed after 5); 0 of 1 rows take more than 1.03 of it."
     )
     slower = {**ours, "average": 6.3}
-    told = timing.words([*rows, slower])
-    assert "1.03 of it: a at 128 in mixed after 5 (1.050)." in told
+    text = timing.words([*rows, slower])
+    assert "1.03 of it: a at 128 in mixed after 5 (1.050)." in text
 
 
 def cases_beside(figure: str, **case: Any) -> list[dict[str, Any]]:
@@ -368,11 +368,11 @@ def test_words_of_ours_beside_xlas() -> None:
         for mode in ("forward", "forward_backward")
         for row in cases_beside("average", mode=mode, warmup=1)
     ]
-    told = timing.words(rows)
+    text = timing.words(rows)
     which = "With kernels norm ours, mlp ours, loss ours"
     after = expected.format("XLA's time", " after 1", " after 1")
     for mode in ("forward", "forward_backward"):
-        assert f"{which} a warm {mode} takes {after} at worst; 1 of 3 rows" in told
+        assert f"{which} a warm {mode} takes {after} at worst; 1 of 3 rows" in text
     rows = cases_beside("peak_bytes", mode="step")
     for row in rows:
         row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
@@ -412,12 +412,12 @@ def test_kernels_of_ours_beside_xlas() -> None:
         figures = "1000 | 500 | 0.50 | 500 | 125 | 40 | 30 | 25.0% | 50.0%"
         assert text.count(f"| a | 2 | mixed | training | {part} | {figures} |") == 1
     assert "| float32 | training | model | 1000 | 500" not in text
-    told = kernels.words(rows)
+    text = kernels.words(rows)
     assert (
         "In training with kernels norm ours, mlp ours, loss ours the layer takes 0.90 of XLA's "
         "time in the median, 0.50 (a at 2 in mixed) at best and 1.10 (a at 3 in mixed) at worst; "
         "its kernels alone take 0.25 to 0.55 of the time of XLA's, and are 0.75 of their number."
-    ) in told
+    ) in text
     # How often they were measured may differ; a row of as many steps comes first.
     of_model = rows[-3:]
     theirs, ours = ({**row, "case": {**row["case"], "steps": 5}} for row in of_model[:2])
@@ -446,8 +446,8 @@ def test_a_layer_adds_up() -> None:
     # 2 x 50 tokens in 0.165 s. Files of old have no rows of the model.
     assert "| all 5 layers, by one as one program | sum | 165 |  | 606 |" in text
     assert "sum of layers, embedding" not in text
-    told = layers.words(rows)
-    assert "residual 2 17%, down 15%, activation 14%; as one program it takes 0.50" in told
+    text = layers.words(rows)
+    assert "residual 2 17%, down 15%, activation 14%; as one program it takes 0.50" in text
     decode = [{**row, "case": {**row["case"], "phase": "decode"}} for row in rows]
     assert " | 165 |  | 12.1 |" in layers.table(decode)
     around = {"embedding": 0.001, "final norm": 0.004, "head": 0.03, "model": 0.4}
@@ -544,7 +544,7 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "mlp=ours",
         "attention=auto",
     ]
-    page = tmp_path / "told.md"
+    page = tmp_path / "text.md"
     flags = ["--norm", "auto", "--loss", "ours", "--report", str(page)]
     cold, warm = measured("time", tmp_path, settings, *flags)
     assert cold["average"] > warm["average"] > 0
@@ -560,9 +560,9 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         bench("report", str(tmp_path / "time.jsonl"), "--out", str(out), "--html", str(html)) == 0
     )
     # What --report wrote is the same, but for the name of its pictures.
-    told = [one.with_suffix(".html").read_text() for one in (page, out)]
-    assert told[0] == told[1]
-    assert page.read_text().replace("told-time.svg", "page-time.svg") == out.read_text()
+    text = [one.with_suffix(".html").read_text() for one in (page, out)]
+    assert text[0] == text[1]
+    assert page.read_text().replace("text-time.svg", "page-time.svg") == out.read_text()
     text = out.read_text()
     assert "## Time of a step\n\n| size |" in text and "jax " in text
     assert "![Time of a step](page-time.svg)" in text
@@ -618,13 +618,13 @@ def test_words_of_turns() -> None:
     }
     row = {"case": case, "status": "ok", **compare.summary(given)}
     without = {"case": case, "status": "OOM", "asked_bytes": 1}
-    told = compare.words([row, without])
+    text = compare.words([row, without])
     which = "With kernels norm ours forward"
-    assert f"{which}, waited for, takes 1.05 of XLA's time (a at 128 in mixed)" in told
-    assert "1 of 1 rows take more than 1.03 of it: a at 128 in mixed (1.050)." in told
-    assert f"{which}, in line, takes 0.90 of XLA's time (a at 128 in mixed); 0 of 1 rows" in told
-    assert told.startswith("1 of 2 rows ran out of memory.")
-    assert told.endswith("XLA's program in line takes 0.99 of its own time.")
+    assert f"{which}, waited for, takes 1.05 of XLA's time (a at 128 in mixed)" in text
+    assert "1 of 1 rows take more than 1.03 of it: a at 128 in mixed (1.050)." in text
+    assert f"{which}, in line, takes 0.90 of XLA's time (a at 128 in mixed); 0 of 1 rows" in text
+    assert text.startswith("1 of 2 rows ran out of memory.")
+    assert text.endswith("XLA's program in line takes 0.99 of its own time.")
     *_, line, last = compare.table([row, without]).splitlines()
     assert line.endswith("| ok | 2 | 2.1 | 1.050 | 1 | 0.9 | 0.900 | 0.990 |")
     assert last.endswith("| forward | OOM, 1 B asked for |  |  |  |  |  |  |  |")
@@ -771,8 +771,8 @@ for variant in task['variants']:
 def test_words_of_the_peak() -> None:
     row = {"case": cell_of(mode="step"), "status": "ok", "peak_bytes": 1000}
     row |= {f"{name}_bytes": 0 for name in memory.CATEGORIES}
-    told = memory.words([{**row, "measured_bytes": near} for near in (1010, 1050)])
-    assert "counts is 1.01 to 1.05 of XLA's by category, and within 3% of it in 1 of 2" in told
+    text = memory.words([{**row, "measured_bytes": near} for near in (1010, 1050)])
+    assert "counts is 1.01 to 1.05 of XLA's by category, and within 3% of it in 1 of 2" in text
 
 
 def test_the_peak_that_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -863,8 +863,8 @@ def test_the_time_between_kernels_is_told(tmp_path: Path) -> None:
     assert of_layer["idle"] is None and "no kernel runs" not in kernels.table([of_layer])
     row = {**of_layer, "kernels": 0.75, "idle": 0.125, "median": 1.0, "by_part": {}}
     assert "| no kernel runs | 125 | 16.7% |" in kernels.table([row])
-    told = "the kernels of a layer add up to 0.75 of what it takes, and to 0.88 with the time"
-    assert told in kernels.words([row])
+    text = "the kernels of a layer add up to 0.75 of what it takes, and to 0.88 with the time"
+    assert text in kernels.words([row])
     # A profile has more of it than there is.
     assert "| both | 1000 |" in kernels.table([{**row, "idle": 0.5}])
     assert kernels.between_kernels({**row, "kernels": 1.5}) == 0
@@ -886,8 +886,8 @@ def test_many_profiles_are_told_of_together() -> None:
         }
         row |= {"idle": 0.25, "median": 1.25 if length > 2 else 2.0}
         found.append({**row, "case": {**case, "length": length, "size": "a"}})
-    told = kernels.words([*found, *({**r, "case": {**r["case"], "part": "layer"}} for r in found)])
-    assert told == (
+    text = kernels.words([*found, *({**r, "case": {**r["case"], "part": "layer"}} for r in found)])
+    assert text == (
         "In prefill matrix products take 10% (a at length 1) to 50% (a at length 5) of the "
         "kernels' time in 5 models, which launch 9 to 45 kernels a step; the largest kernel that "
         "is no product is of norm 1 in 5. In prefill the kernels of a layer add up to 0.50 to 0.80 "
@@ -917,10 +917,10 @@ def test_kernels_runs(tmp_path: Path) -> None:
     assert row["launches"] >= 2 * 4 + 1
     assert 4 <= of_layer["launches"] < row["launches"]
     assert "Prefill of test at length 16 in float32 launches" in kernels.words([row])
-    told = kernels.words([of_layer])
+    text = kernels.words([of_layer])
     share = of_layer["kernels"] / of_layer["median"]
-    assert told == f"In prefill the kernels of a layer add up to {share:.2f} of what it takes."
-    assert "launches" not in told
+    assert text == f"In prefill the kernels of a layer add up to {share:.2f} of what it takes."
+    assert "launches" not in text
 
 
 def test_precision_runs(tmp_path: Path) -> None:

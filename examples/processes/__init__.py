@@ -1,8 +1,8 @@
 """A job of several processes, each with its own devices, that ends when one fails and says which.
 
 JAX notices a process that is gone: the others end, and name it. Two faults it leaves to its users.
-A process with an error waits for all others as it exits (for `shutdown_timeout_seconds`, 300 unless
-told otherwise), while they wait for it in a collective; and one whose arrays have other shapes than
+A process with an error waits for all others as it exits (for `shutdown_timeout_seconds`, 300 by
+default), while they wait for it in a collective; and one whose arrays have other shapes than
 the others' is not noticed where what is exchanged has none of them, as the gradient of a shared
 weight. `python -m processes` has each fault happen.
 """
@@ -75,8 +75,8 @@ def check_alike(tree: Any) -> None:
     mine = "\n".join(described(tree)).encode()[-TOLD_BYTES:]
     padded = np.zeros(TOLD_BYTES, np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    told = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, TOLD_BYTES)
-    lines = [bytes(one).rstrip(b"\0").decode(errors="replace").split("\n") for one in told]
+    texts = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, TOLD_BYTES)
+    lines = [bytes(one).rstrip(b"\0").decode(errors="replace").split("\n") for one in texts]
     others = [rank for rank, one in enumerate(lines) if one != lines[0]]
     if not others:
         return

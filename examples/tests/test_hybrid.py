@@ -253,8 +253,8 @@ def test_a_run_from_its_checkpoint(train: Runner, tmp_path: Path) -> None:
     of: dict[str, Any] = {"model_size": "hybrid-test", "block_pattern": "MD", "remat": "attention"}
     lines: list[str] = []
     whole = train(num_train_steps=STEPS, say=lines.append, **of).losses
-    told = "blocks MD, linear attention "
-    assert any(told in line and ", convolution " in line for line in lines)
+    prefix = "blocks MD, linear attention "
+    assert any(prefix in line and ", convolution " in line for line in lines)
     first = train(num_train_steps=2, checkpoint_dir=tmp_path / "made", **of).losses
     given = {"resume": tmp_path / "made", "log": tmp_path / "run.jsonl"}
     second = train(num_train_steps=STEPS, **given, **of).losses

@@ -21,11 +21,11 @@ def norm(x: F64, weight: F64, eps: float) -> F64:
 
 
 def rotated(x: F64, place: int, theta: float) -> F64:
-    """A head's columns as complex numbers, turned."""
+    """A head's columns as complex numbers, rotated."""
     half = len(x) // 2
     turn = np.exp(1j * place * theta ** (-np.arange(half) / half))
-    turned = (x[:half] + 1j * x[half:]) * turn
-    return np.concatenate([turned.real, turned.imag])
+    rotated_head = (x[:half] + 1j * x[half:]) * turn
+    return np.concatenate([rotated_head.real, rotated_head.imag])
 
 
 def reference(of: Model, params: Any, batch: dict[str, Any]) -> F64:
@@ -50,11 +50,11 @@ def reference(of: Model, params: Any, batch: dict[str, Any]) -> F64:
                     if of.qk_norm:
                         name = "q_norm" if h < of.heads else "k_norm"
                         head = norm(head, w[name]["weight"], of.norm_eps)
-                    turned = rotated(head, place, of.rope_theta)
+                    rotated_head = rotated(head, place, of.rope_theta)
                     if h < of.heads:
-                        queries[t, h] = turned
+                        queries[t, h] = rotated_head
                     else:
-                        keys[t, h - of.heads] = turned
+                        keys[t, h - of.heads] = rotated_head
                 for h in range(of.kv_heads):
                     values[t, h] = qkv[b, t, q_columns + kv_columns :].reshape(-1, of.head_width)[h]
             for t in range(length):

@@ -225,9 +225,9 @@ def test_bad_input_is_told_of_in_a_line(
         status = main(argv)
     except SystemExit as exit_:
         status = int(str(exit_.code))
-    told = capsys.readouterr().err
-    assert status == 2 and told.startswith("train: error: ") and told.count("\n") == 1
-    assert message.removesuffix(" (data)") in told.replace(" (data x fsdp)", " (data)")
+    text = capsys.readouterr().err
+    assert status == 2 and text.startswith("train: error: ") and text.count("\n") == 1
+    assert message.removesuffix(" (data)") in text.replace(" (data x fsdp)", " (data)")
 
 
 def test_missing_packages_are_named() -> None:
@@ -586,15 +586,15 @@ def test_validation_on_a_gpu_holds_both_to_the_budget(
 
         return start
 
-    told = (
+    text = (
         "train: error: out of memory: --ce_kernel_type fused (30) or fused_linear (20) would fit\n"
     )
-    monkeypatch.setattr(validate, "start", answering(1, told))
+    monkeypatch.setattr(validate, "start", answering(1, text))
     found = validate.within_budget(tmp_path)
-    assert found["baseline"] == told.strip() and found["fused_linear_peak_bytes"] == 10
+    assert found["baseline"] == text.strip() and found["fused_linear_peak_bytes"] == 10
     for options in asked:
         assert options[options.index("--memory_budget") + 1] == "31.36"
-    for code, printed in ((0, "trained"), (1, "out of memory"), (2, told)):
+    for code, printed in ((0, "trained"), (1, "out of memory"), (2, text)):
         monkeypatch.setattr(validate, "start", answering(code, printed))
         with pytest.raises(validate.ValidationError, match="should run out of memory"):
             validate.within_budget(tmp_path)

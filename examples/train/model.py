@@ -58,8 +58,8 @@ def rope_tables(positions: Array, width: int, theta: float) -> tuple[Array, Arra
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:
     """Turns column i of x [B, T, N, H] with column i + H / 2, in float32, rounded once."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (low * cosines - high * sines, high * cosines + low * sines)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = (low * cosines - high * sines, high * cosines + low * sines)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, within: Array | None) -> Array:
@@ -269,7 +269,7 @@ class Block(nnx.Module):
                 qkv = qkv + self.gathered_heads(self.bias).astype(qkv.dtype)
             heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
             q, k, v = jnp.split(heads, (count, (count + heads.shape[2]) // 2), axis=2)
-        q, k = self.turned(q, k, tables)
+        q, k = self.rotated(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
@@ -277,7 +277,7 @@ class Block(nnx.Module):
             mixed = mixed.reshape(*qkv.shape[:2], -1)
             return shards.scatter_sum(self.kernels.multiply(mixed, out))
 
-    def turned(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
+    def rotated(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         """Queries and keys, normalised by head where the model does that, and rotated."""
         if self.q_norm is not None and self.k_norm is not None:
             if self.q_norm.kernel == "ours":

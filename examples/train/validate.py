@@ -255,8 +255,8 @@ def within_budget(out: Path) -> dict[str, Any]:
     """
     budget = [*BUDGETED, "--memory_budget", str(BUDGET_GIB)]
     dense = start([*budget, "--ce_kernel_type", "baseline"])
-    told = (dense.stdout.strip().splitlines() or [""])[-1]
-    if dense.returncode != 1 or "fused_linear (" not in told:
+    last_line = (dense.stdout.strip().splitlines() or [""])[-1]
+    if dense.returncode != 1 or "fused_linear (" not in last_line:
         raise ValidationError(
             f"baseline in {BUDGET_GIB} GiB ended with {dense.returncode}; it should run out of "
             f"memory and name fused_linear:\n{dense.stdout}"
@@ -264,7 +264,7 @@ def within_budget(out: Path) -> dict[str, Any]:
     curve = run("budget", [*budget, "--ce_kernel_type", "fused_linear"], out)
     return {
         "budget_gib": BUDGET_GIB,
-        "baseline": told,
+        "baseline": last_line,
         "fused_linear_peak_bytes": curve.peak_bytes,
         "fused_linear_losses": curve.losses,
     }

@@ -178,10 +178,10 @@ def test_yarn_without_rounding(rng: np.random.Generator) -> None:
         ramp = np.clip((np.arange(rotary // 2) - low) / (high - low), 0, 1)
         angles = positions[:, None] * (plain / factor * ramp + plain * (1 - ramp))
         scaling = pb.YarnScaling(factor, original, truncate=truncate)
-        turned = pb.rope(
+        rotated = pb.rope(
             jnp.ones((5, 1, rotary)), positions=jnp.asarray(positions), base=base, scaling=scaling
         )
-        found[truncate] = np.asarray(turned)[:, 0, : rotary // 2]
+        found[truncate] = np.asarray(rotated)[:, 0, : rotary // 2]
         right = (np.cos(angles) - np.sin(angles)) * (0.1 * math.log(factor) + 1)
         np.testing.assert_allclose(found[truncate], right, atol=1e-4)
     assert np.abs(found[True] - found[False]).max() > 1e-2

@@ -57,10 +57,10 @@ def test_a_factor_is_in_the_program_or_its_argument(tmp_path: Path, form: str, f
 
 def test_a_sweep_is_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"time_blocks": [16, 32], "block_sizes": [128], "cell": CELL}
-    for told in ("written", "there already"):
+    for outcome in ("written", "there already"):
         assert run(tmp_path, grid) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == 2 and all(line.endswith(f": {told}") for line in lines)
+        assert len(lines) == 2 and all(line.endswith(f": {outcome}") for line in lines)
     for rows in (16, 32):
         manifest = json.loads((tmp_path / "out" / f"tpu_{rows}_128.json").read_text())
         program = (tmp_path / "out" / manifest["file"]).read_bytes()

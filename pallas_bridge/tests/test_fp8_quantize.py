@@ -138,11 +138,11 @@ def test_bits_by_block(
             power_of_two=power_of_two,
             implementation=implementation,
         )
-        found, turned, alone = jax.jit(lambda x, run=run: (*run(x, transposed=True), run(x)))(x)
+        found, transposed, alone = jax.jit(lambda x, run=run: (*run(x, transposed=True), run(x)))(x)
         for what, got, of in (
             ("straight", found, x),
             ("alone", alone, x),
-            ("transposed", turned, np.swapaxes(x, -1, -2)),
+            ("transposed", transposed, np.swapaxes(x, -1, -2)),
         ):
             values, scales = oracle(of, blocks, form, power_of_two)
             name = f"{what} {dtype} {shape} {power_of_two}"
@@ -168,11 +168,13 @@ def test_bits_of_blocks_of_any_size(rng: np.random.Generator, form: Any) -> None
                 block_size=size,
                 power_of_two=index % 2 == 0,
             )
-            found, turned, alone = jax.jit(lambda x, run=run: (*run(x, transposed=True), run(x)))(x)
+            found, transposed, alone = jax.jit(
+                lambda x, run=run: (*run(x, transposed=True), run(x))
+            )(x)
             for what, got, of in (
                 ("straight", found, x),
                 ("alone", alone, x),
-                ("transposed", turned, np.swapaxes(x, -1, -2)),
+                ("transposed", transposed, np.swapaxes(x, -1, -2)),
             ):
                 values, scales = oracle(of, (rows, size), form, index % 2 == 0)
                 name = f"{what} {granularity} {size} {dtype} {shape}"
@@ -214,10 +216,10 @@ def test_bits_by_tensor(rng: np.random.Generator, form: Any, implementation: Any
         assert scale == scale_of(1.5, LARGEST[form], False)
         if x.ndim < 2:
             continue
-        (values, scale), turned, amax = run(x, transposed=True, return_amax=True)
+        (values, scale), transposed, amax = run(x, transposed=True, return_amax=True)
         np.testing.assert_array_equal(bits(values), rounded(x, scale, form))
-        np.testing.assert_array_equal(bits(turned.values), np.swapaxes(bits(values), -1, -2))
-        assert turned.scales == scale and amax == amax_of(x)
+        np.testing.assert_array_equal(bits(transposed.values), np.swapaxes(bits(values), -1, -2))
+        assert transposed.scales == scale and amax == amax_of(x)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -348,9 +350,9 @@ def test_vmap_gives_the_same_bits(rng: np.random.Generator) -> None:
     scales = jnp.asarray([0.5, 2.0])
     given = jax.jit(jax.vmap(lambda x, scale: fp8_quantize(x, scale=scale)))(x[0], scales)
     for index in range(2):
-        (one, turned, amax) = fp8_quantize(x[0, index], transposed=True, return_amax=True)
+        (one, transposed, amax) = fp8_quantize(x[0, index], transposed=True, return_amax=True)
         np.testing.assert_array_equal(bits(both[0].values[index]), bits(one.values))
-        np.testing.assert_array_equal(bits(both[1].values[index]), bits(turned.values))
+        np.testing.assert_array_equal(bits(both[1].values[index]), bits(transposed.values))
         assert both[2][index] == amax and both[0].scales[index] == one.scales
         one = fp8_quantize(x[0, index], scale=scales[index])
         np.testing.assert_array_equal(bits(given.values[index]), bits(one.values))

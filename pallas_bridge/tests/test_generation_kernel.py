@@ -331,8 +331,8 @@ def test_a_row_does_not_depend_on_others(batch: int) -> None:
     params, cache = pack(draw_params(LLAMA), LLAMA), draw_cache(LLAMA, batch)
     positions, tokens = 100 * np.arange(batch) + 7, 3 * np.arange(batch)
     found, found_cache = in_one_kernel(params, LLAMA, cache, tokens, positions)
-    turned = Cache(*(one[:, ::-1] for one in cache))
-    other, other_cache = in_one_kernel(params, LLAMA, turned, tokens[::-1], positions[::-1])
+    reversed_cache = Cache(*(one[:, ::-1] for one in cache))
+    other, other_cache = in_one_kernel(params, LLAMA, reversed_cache, tokens[::-1], positions[::-1])
     assert bool((found == other[::-1]).all())
     assert all(bool((x == y[:, ::-1]).all()) for x, y in zip(found_cache, other_cache, strict=True))
 

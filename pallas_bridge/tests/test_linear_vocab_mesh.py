@@ -426,12 +426,12 @@ def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip((h, w, y), specs, strict=True)
     ]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found = f(*placed)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, found, f(h, w, y))
-    texts = {str(one.message) for one in told}
+    texts = {str(one.message) for one in warned}
     assert (vocab == 70) == any("do not divide its 70 columns" in text for text in texts)
 
 
@@ -449,7 +449,7 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
             jax.device_put(one, NamedSharding(mesh, spec))
             for one, spec in ((h, P(None, "data")), (w, P(columns)))
         ]
-        with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
+        with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             lowered = jax.jit(jax.grad(sum_losses)).lower(*placed)
             # Every compilation tells, and Python shows a text once.
@@ -462,16 +462,16 @@ def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
                 ],
             )(*placed)
         assert "nspectSharding" not in program
-        return "all-gather(" in program, [str(one.message) for one in told]
+        return "all-gather(" in program, [str(one.message) for one in warned]
 
     with by_shardy(partitioner):
         assert compiled(None) == (False, [])
         assert compiled("vocab", "vocab") == (False, [])
-        is_gathered, told = compiled("vocab")
+        is_gathered, warned = compiled("vocab")
     if partitioner:
-        assert not is_gathered and told == []
+        assert not is_gathered and warned == []
     else:
-        (text,) = told
+        (text,) = warned
         assert is_gathered and "is sharded over 4 devices" in text
         assert "with axis_name='vocab'" in text
 

@@ -284,8 +284,8 @@ def test_half_precision_is_refused() -> None:
 def test_targets_are_those_of_jax() -> None:
     for kind, target in TARGETS.items():
         with jax.sharding.use_abstract_mesh(abstract_tpu(kind)):
-            told = pltpu.get_tpu_info()
-        assert target.vmem_bytes == told.vmem_capacity_bytes
+            tpu = pltpu.get_tpu_info()
+        assert target.vmem_bytes == tpu.vmem_capacity_bytes
 
 
 def test_a_vocabulary_in_parts(rng: np.random.Generator) -> None:

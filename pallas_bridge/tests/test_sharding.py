@@ -113,7 +113,7 @@ def described(case: Case, dim: str, found: list[tuple[str, int]]) -> str:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[list[str]]:
+def recorded_warnings() -> Iterator[list[str]]:
     """Collects warnings, those that were given before among them."""
     gathering._told.clear()
     with warnings.catch_warnings(record=True) as found:
@@ -144,7 +144,7 @@ def run(case: Case, dim: str, way: str, entropy: int) -> tuple[list[str], list[s
     mesh = jax.make_mesh((COUNT,), ("model",), axis_types=(kind,), devices=jax.devices()[:COUNT])
     arrays, *expected = on_one_device(case, entropy)
     texts = []
-    with jax.set_mesh(mesh), told() as warned:
+    with jax.set_mesh(mesh), recorded_warnings() as warned:
         sharded = placed(case, dim, mesh, arrays)
         for function, right in zip((case.outputs, case.gradients), expected, strict=True):
             if function == case.gradients and not case.has_gradient:

@@ -350,10 +350,10 @@ def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[s
     mesh = mesh_of((2, 4), "auto")
     # The mesh is not set: types tell it.
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         program = jax.jit(f).lower(*placed).compile()
-    return program(*placed), exchanged(program.as_text()), [str(one.message) for one in told]
+    return program(*placed), exchanged(program.as_text()), [str(one.message) for one in warned]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -374,11 +374,11 @@ def test_xla_finds_parts_of_a_product(rng: np.random.Generator, reduction: Any) 
     f = jax.value_and_grad(loss, (0, 1), has_aux=True)
     tokens = P(None, "data")
     given = ((x, tokens), (w, P("vocab")), (y, tokens), (columns, tokens))
-    found, exchanges, told = compiled(f, *given)
+    found, exchanges, warned = compiled(f, *given)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, found, f(x, w, y, columns))
     # Of a device's tokens dhidden, and what they have of dweight.
-    assert told == [] and {*exchanges} == {"all-reduce"}
+    assert warned == [] and {*exchanges} == {"all-reduce"}
     assert max(exchanges.values()) <= max(2 * 4 * 16, 64 // 4 * 16)
 
 
@@ -388,10 +388,10 @@ def test_columns_that_devices_do_not_divide_are_gathered_and_told_of() -> None:
 
     z = jnp.asarray(np.arange(512).reshape(8, 64) % 7, jnp.float32)
     y = jnp.arange(8, dtype=jnp.int32)
-    found, exchanges, (told, *_) = compiled(f, (z, P("data", "vocab")), (y, P("data")))
+    found, exchanges, (warned, *_) = compiled(f, (z, P("data", "vocab")), (y, P("data")))
     np.testing.assert_allclose(found, f(z, y), rtol=1e-6)
     assert "all-gather" in exchanges
-    assert "4 devices, which do not divide its 62 columns" in told and "to 64 columns" in told
+    assert "4 devices, which do not divide its 62 columns" in warned and "to 64 columns" in warned
 
 
 def test_programs_that_are_kept_on_disk_or_pickled(tmp_path: Any) -> None:
@@ -401,8 +401,8 @@ def test_programs_that_are_kept_on_disk_or_pickled(tmp_path: Any) -> None:
     name = "jax_compilation_cache_dir"
     try:
         jax.config.update(name, str(tmp_path))
-        _, exchanges, told = compiled(cross_entropy, *given)
-        assert "all-gather" not in exchanges and told == []
+        _, exchanges, warned = compiled(cross_entropy, *given)
+        assert "all-gather" not in exchanges and warned == []
     finally:
         jax.config.update(name, None)
     mesh = mesh_of((2, 4), "auto")

@@ -63,8 +63,8 @@ def test_without_a_gpu_the_library_is_for_cpus_and_the_build_says_so(
 ) -> None:
     (tmp_path / "nvcc").touch()
     assert chosen(hook, tmp_path) == ([], None)
-    told = capsys.readouterr().err
-    assert "for CPUs only: no NVIDIA GPU is in sight (XENTILE_CUDA=1 builds for GPUs too)" in told
+    text = capsys.readouterr().err
+    assert "for CPUs only: no NVIDIA GPU is in sight (XENTILE_CUDA=1 builds for GPUs too)" in text
 
 
 @pytest.mark.parametrize("why", ["a GPU", "XENTILE_CUDA", "XENTILE_NVCC"])

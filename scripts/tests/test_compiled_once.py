@@ -42,9 +42,9 @@ def units(command: str) -> dict[str, str]:
             unit = graph[index]
             # A profile is what it sets, by whatever name.
             profile = {name: value for name, value in unit["profile"].items() if name != "name"}
-            told = [unit[name] for name in ("pkg_id", "target", "mode", "features", "platform")]
+            fields = [unit[name] for name in ("pkg_id", "target", "mode", "features", "platform")]
             below = sorted(hash(key(one["index"])) for one in unit["dependencies"])
-            keys[index] = json.dumps([*told, profile, below], sort_keys=True)
+            keys[index] = json.dumps([*fields, profile, below], sort_keys=True)
         return keys[index]
 
     return {key(index): graph[index]["target"]["name"] for index in range(len(graph))}

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = {
     r"for nothing beside|as it came|of which either(?! axis)": "say it in two plain sentences",
     r"all the same\b": "nevertheless, or equal",
-    r"\b(is|are|was|were|be) told\b|told of\b": "gets, reports, is passed",
-    r"\bnot told\b|\buntold\b": "not reported",
+    r"\btold\b": "gets, reports, is passed, prints",
+    r"\buntold\b": "not reported",
     r"\bfn (what|that)_": "name the subject: a test of shapes is `wrong_shapes_are_refused`",
     r"said to be\b": "is",
     r"known_parts|reduced_known": "auxiliary outputs",

@@ -117,7 +117,7 @@ impl Device {
         Ok(Some(out.local_hardware_id).filter(|&id| id >= 0))
     }
 
-    /// The memory that buffers on the device are in, unless told otherwise.
+    /// The memory that buffers on the device are in, by default.
     ///
     /// # Errors
     /// The plug-in reports one.

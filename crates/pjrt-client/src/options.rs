@@ -2,7 +2,7 @@
 
 use crate::{Error, Result, Value};
 
-/// How a program is compiled: for one device, unless told otherwise.
+/// How a program is compiled: for one device by default.
 ///
 /// Encodes XLA's `CompileOptionsProto`, of which it knows the fields that matter without a
 /// framework above; [`Self::from_bytes`] takes any other.

@@ -79,16 +79,16 @@ figures! {
 
 impl MemoryStats {
     pub(crate) fn new(stats: &abi::DeviceMemoryStats) -> Self {
-        let told = |value: i64, is_set: u8| u64::try_from(value).ok().filter(|_| is_set != 0);
-        macro_rules! told {
+        let reported = |value: i64, is_set: u8| u64::try_from(value).ok().filter(|_| is_set != 0);
+        macro_rules! reported {
             ($($field:ident: $is_set:ident,)*) => {
                 Self {
-                    bytes_in_use: told(stats.bytes_in_use, 1),
-                    $($field: told(stats.$field, stats.$is_set),)*
+                    bytes_in_use: reported(stats.bytes_in_use, 1),
+                    $($field: reported(stats.$field, stats.$is_set),)*
                 }
             };
         }
-        told! {
+        reported! {
             peak_bytes_in_use: peak_bytes_in_use_is_set,
             num_allocs: num_allocs_is_set,
             largest_alloc_size: largest_alloc_size_is_set,
@@ -129,24 +129,24 @@ impl CompiledMemoryStats {
     }
 
     pub(crate) fn new(stats: &abi::ExecutableGetCompiledMemoryStats) -> Self {
-        let told = |value: i64| u64::try_from(value).ok();
+        let reported = |value: i64| u64::try_from(value).ok();
         let (arguments, outputs) =
-            (told(stats.argument_size_in_bytes), told(stats.output_size_in_bytes));
+            (reported(stats.argument_size_in_bytes), reported(stats.output_size_in_bytes));
         let holds = arguments.unwrap_or(0) + outputs.unwrap_or(0) > 0;
         Self {
             // Code has a size: 0 is a plug-in that does not count it.
-            generated_code: told(stats.generated_code_size_in_bytes).filter(|&size| size > 0),
+            generated_code: reported(stats.generated_code_size_in_bytes).filter(|&size| size > 0),
             arguments,
             outputs,
-            alias: told(stats.alias_size_in_bytes),
-            temporaries: told(stats.temp_size_in_bytes),
+            alias: reported(stats.alias_size_in_bytes),
+            temporaries: reported(stats.temp_size_in_bytes),
             // So has what a program holds.
-            peak: told(stats.peak_memory_in_bytes).filter(|&peak| peak > 0 || !holds),
-            host_generated_code: told(stats.host_generated_code_size_in_bytes),
-            host_arguments: told(stats.host_argument_size_in_bytes),
-            host_outputs: told(stats.host_output_size_in_bytes),
-            host_alias: told(stats.host_alias_size_in_bytes),
-            host_temporaries: told(stats.host_temp_size_in_bytes),
+            peak: reported(stats.peak_memory_in_bytes).filter(|&peak| peak > 0 || !holds),
+            host_generated_code: reported(stats.host_generated_code_size_in_bytes),
+            host_arguments: reported(stats.host_argument_size_in_bytes),
+            host_outputs: reported(stats.host_output_size_in_bytes),
+            host_alias: reported(stats.host_alias_size_in_bytes),
+            host_temporaries: reported(stats.host_temp_size_in_bytes),
         }
     }
 }
@@ -165,8 +165,8 @@ mod tests {
         stats.peak_pool_bytes_is_set = 1;
         stats.bytes_limit_is_set = 1;
         let stats = MemoryStats::new(&stats);
-        let told: Vec<_> = stats.iter().filter(|figure| figure.1.is_some()).collect();
-        assert_eq!(told, [("bytes_limit", Some(0)), ("peak_pool_bytes", Some(9))]);
+        let reported: Vec<_> = stats.iter().filter(|figure| figure.1.is_some()).collect();
+        assert_eq!(reported, [("bytes_limit", Some(0)), ("peak_pool_bytes", Some(9))]);
 
         let mut stats = Padded::<abi::ExecutableGetCompiledMemoryStats>::new();
         CompiledMemoryStats::prepare(&mut stats);

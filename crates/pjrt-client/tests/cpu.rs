@@ -255,7 +255,7 @@ fn executables_say_what_they_are() {
     assert_eq!((outputs[0].dtype, &outputs[0].dims[..]), (DType::F32, &[64, 64][..]));
     assert_eq!((outputs[1].dtype, &outputs[1].dims[..]), (DType::S32, &[][..]));
     assert!(!executable.fingerprint().unwrap().is_empty());
-    // Not told by this plug-in.
+    // Not reported by this plug-in.
     assert_eq!(executable.code_size().unwrap(), None);
 
     let stats = executable.memory_stats().unwrap();

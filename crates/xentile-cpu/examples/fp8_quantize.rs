@@ -42,8 +42,8 @@ fn measure<E: Element>(
     let n = shape.elements();
     let (memory, start) = array::<E>(n);
     let x = &memory[start..][..n];
-    let (mut values, mut turned) = (vec![1_u8; n], vec![1_u8; n]);
-    let (mut scales, mut turned_scales) = (vec![1.0_f32; n / 32], vec![1.0_f32; n / 32]);
+    let (mut values, mut transposed) = (vec![1_u8; n], vec![1_u8; n]);
+    let (mut scales, mut transposed_scales) = (vec![1.0_f32; n / 32], vec![1.0_f32; n / 32]);
     let options = Fp8Quantize { format: FORMAT, power_of_two: false };
     let kernel = Kernel::new(options, shape, launch);
     let one_d = Blocks { rows: 1, columns: Some(128) };
@@ -74,7 +74,7 @@ fn measure<E: Element>(
             Some("block_2d") => square,
             _ => Blocks::ROW,
         };
-        let (count, turned_count) = (shape.scales(blocks), shape.transposed().scales(blocks));
+        let (count, transposed_count) = (shape.scales(blocks), shape.transposed().scales(blocks));
         let times: Vec<[f64; 2]> = (0..rounds + 2)
             .map(|_| {
                 let copy = timed(|| copy::copy(pool, launch.isa, &from, &mut to));
@@ -85,13 +85,13 @@ fn measure<E: Element>(
                         "amax" => kernel.amax(x, numbers),
                         "scaled" => kernel.scaled(x, &[0.25], values, numbers),
                         "scaled, transposed" => {
-                            kernel.scaled_transposed(x, &[0.25], values, numbers, &mut turned)
+                            kernel.scaled_transposed(x, &[0.25], values, numbers, &mut transposed)
                         }
                         _ => {
                             let straight = Quantized { values, scales: numbers };
                             if pass.contains(',') {
-                                let scales = &mut turned_scales[..turned_count];
-                                let copy = Quantized { values: &mut turned, scales };
+                                let scales = &mut transposed_scales[..transposed_count];
+                                let copy = Quantized { values: &mut transposed, scales };
                                 kernel.quantize_transposed(blocks, x, straight, copy)
                             } else {
                                 kernel.quantize(blocks, x, straight)
@@ -104,7 +104,7 @@ fn measure<E: Element>(
             })
             .skip(2)
             .collect();
-        black_box((&values, &turned, &scales, &to));
+        black_box((&values, &transposed, &scales, &to));
         println!(
             "| {rows} x {columns} | {} | {pass} | {} MiB | {:.2} ms | {:.2} ms | {:.2} | {:.2} |",
             E::DTYPE,

@@ -8,7 +8,7 @@ mod entries;
 pub(crate) mod operation;
 mod runs;
 mod tiles;
-mod turned;
+mod transposed;
 
 use xentile::fp8_quantize::{Blocks, Fp8Quantize, QuantizeShape};
 use xentile::{Element, Error, Result};
@@ -16,7 +16,7 @@ use xentile::{Element, Error, Result};
 pub use crate::Launch;
 use runs::Runs;
 use tiles::Tiles;
-use turned::{ColumnScales, Scales, Turned};
+use transposed::{ColumnScales, Scales, Transposed};
 
 crate::compiled::passes! {
     /// Each pass over elements `E`.
@@ -24,7 +24,7 @@ crate::compiled::passes! {
         runs: Runs,
         tiles: Tiles,
         column_scales: ColumnScales,
-        turned: Turned,
+        transposed: Transposed,
     }
 }
 
@@ -57,8 +57,8 @@ pub(crate) struct Arrays<E> {
     given: *const f32,
     rows_of_scale: usize,
     /// The transposed copy, and its scales.
-    turned: *mut u8,
-    turned_scales: *mut f32,
+    transposed: *mut u8,
+    transposed_scales: *mut f32,
 }
 
 // SAFETY: tasks write disjoint parts of what pointers lead to.
@@ -145,14 +145,14 @@ impl<'a> Kernel<'a> {
                 let pass = ColumnScales { arrays: &arrays, strips, first, end };
                 (Passes::get().column_scales)(self.launch.isa, pass);
             });
-            self.turned(&arrays, TILE, Scales::OfRows { block: usize::MAX, are_there: true });
+            self.transposed(&arrays, TILE, Scales::OfRows { block: usize::MAX, are_there: true });
             return Ok(());
         };
         let scales = match blocks.rows {
             1 => Scales::OfRows { block, are_there: false },
             _ => Scales::OfSquares,
         };
-        self.turned(&arrays, block, scales);
+        self.transposed(&arrays, block, scales);
         Ok(())
     }
 
@@ -206,11 +206,11 @@ impl<'a> Kernel<'a> {
                 self.shape.matrices()
             )));
         }
-        let turned = Quantized { values: transposed, scales: &mut [] };
-        let arrays = self.arrays(Blocks::ROW, x, quantized, Some(turned));
+        let transposed = Quantized { values: transposed, scales: &mut [] };
+        let arrays = self.arrays(Blocks::ROW, x, quantized, Some(transposed));
         let arrays = Arrays { given: scale.as_ptr(), rows_of_scale, ..arrays };
         self.runs(&arrays, Runs::amax(&arrays));
-        self.turned(&arrays, TILE, Scales::Given);
+        self.transposed(&arrays, TILE, Scales::Given);
         Ok(())
     }
 
@@ -259,10 +259,12 @@ impl<'a> Kernel<'a> {
         blocks: Blocks,
         x: &[E],
         quantized: Quantized<'_>,
-        turned: Option<Quantized<'_>>,
+        transposed: Option<Quantized<'_>>,
     ) -> Arrays<E> {
-        let [turned, turned_scales] = match turned {
-            Some(turned) => [turned.values.as_mut_ptr(), turned.scales.as_mut_ptr().cast()],
+        let [transposed, transposed_scales] = match transposed {
+            Some(transposed) => {
+                [transposed.values.as_mut_ptr(), transposed.scales.as_mut_ptr().cast()]
+            }
             None => [std::ptr::null_mut(); 2],
         };
         Arrays {
@@ -274,8 +276,8 @@ impl<'a> Kernel<'a> {
             numbers: quantized.scales.as_mut_ptr(),
             given: std::ptr::null(),
             rows_of_scale: 1,
-            turned,
-            turned_scales: turned_scales.cast(),
+            transposed,
+            transposed_scales: transposed_scales.cast(),
         }
     }
 
@@ -289,13 +291,13 @@ impl<'a> Kernel<'a> {
     }
 
     /// Values and the transposed copy, in square tiles.
-    fn turned<E: Element>(&self, arrays: &Arrays<E>, tile: usize, scales: Scales) {
+    fn transposed<E: Element>(&self, arrays: &Arrays<E>, tile: usize, scales: Scales) {
         let [rows, columns] = [self.shape.rows(), self.shape.columns()];
         let tiles = [rows.div_ceil(tile), columns.div_ceil(tile)];
         let at_a_time = TASK_ENTRIES / (tile.min(rows) * tile.min(columns));
         self.tasks(self.shape.matrices() * tiles[0] * tiles[1], at_a_time, &|first, end| {
-            let pass = Turned { arrays, tile, tiles, scales, first, end };
-            (Passes::get().turned)(self.launch.isa, pass);
+            let pass = Transposed { arrays, tile, tiles, scales, first, end };
+            (Passes::get().transposed)(self.launch.isa, pass);
         });
     }
 

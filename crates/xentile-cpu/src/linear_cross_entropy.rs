@@ -43,7 +43,7 @@ const TUNED: &str = "linear_cross_entropy.cpu";
 /// many: a task goes through all of the other factor of its product. Beyond these, threads want tasks.
 const FEWEST_ROWS: usize = 32;
 
-/// Rows of a gradient that are turned to columns at a time: f32 of a cache line.
+/// Rows of a gradient that are transposed at a time: f32 of a cache line.
 const TURNED_ROWS: usize = 16;
 
 /// What logits are made of.
@@ -815,18 +815,18 @@ impl<'a, E: Element> Work<'a, E> {
         let width = shape.width();
         launch.pool.run(width.div_ceil(TURNED_ROWS), &|index| {
             let rows = index * TURNED_ROWS..width.min((index + 1) * TURNED_ROWS);
-            let mut turned = vec![0.0; rows.len() * columns.len()];
+            let mut transposed = vec![0.0; rows.len() * columns.len()];
             // SAFETY: sums are written no more, and tasks have rows of their own.
             unsafe {
                 let sums = self.weight.read(0, columns.len() * width);
                 for (column, sums) in sums.chunks_exact(width).enumerate() {
                     for (row, &sum) in sums[rows.clone()].iter().enumerate() {
-                        turned[row * columns.len() + column] = sum;
+                        transposed[row * columns.len() + column] = sum;
                     }
                 }
-                for (row, turned) in rows.zip(turned.chunks_exact(columns.len())) {
+                for (row, transposed) in rows.zip(transposed.chunks_exact(columns.len())) {
                     let start = row * shape.vocab() + columns.start;
-                    narrow(launch.isa, turned, self.dweight.slice(start, columns.len()));
+                    narrow(launch.isa, transposed, self.dweight.slice(start, columns.len()));
                 }
             }
         });

@@ -96,7 +96,7 @@ fn case<E: Element>(
     let what = format!("{isa} {} {options:?} {shape:?}", E::DTYPE);
     let straight =
         |matrix: usize, row: usize, column: usize| x[(matrix * rows + row) * columns + column];
-    let turned = |matrix: usize, row: usize, column: usize| straight(matrix, column, row);
+    let transposed = |matrix: usize, row: usize, column: usize| straight(matrix, column, row);
     let end = skip + shape.elements();
     let poisoned = || vec![POISON; end + 3];
     let unharmed = |all: &[u8]| {
@@ -119,7 +119,7 @@ fn case<E: Element>(
         assert_eq!(found.1, scales, "{what}");
         unharmed(&found.0);
 
-        let (values_t, scales_t) = expected(&options, blocks, shape.transposed(), &turned);
+        let (values_t, scales_t) = expected(&options, blocks, shape.transposed(), &transposed);
         let mut again = (poisoned(), vec![POISONED; scales.len()]);
         let mut found = (poisoned(), vec![POISONED; scales_t.len()]);
         let quantized = Quantized { values: &mut again.0[skip..end], scales: &mut again.1 };
@@ -151,7 +151,7 @@ fn given<E: Element>(
     for given in [vec![scale], (0..shape.matrices()).map(|i| scale * (1.0 + i as f32)).collect()] {
         let of_matrix = |matrix: usize| given[if given.len() == 1 { 0 } else { matrix }];
         let mut values = vec![POISON; shape.elements()];
-        let mut turned = values.clone();
+        let mut transposed = values.clone();
         let mut found = vec![POISONED; amax.len()];
         if given.is_empty() {
             continue;
@@ -167,10 +167,10 @@ fn given<E: Element>(
         assert_eq!(found, amax);
         found.fill(POISONED);
         values.fill(POISON);
-        kernel.scaled_transposed(x, &given, &mut values, &mut found, &mut turned).unwrap();
+        kernel.scaled_transposed(x, &given, &mut values, &mut found, &mut transposed).unwrap();
         same("given", &values, &expected);
         assert_eq!(found, amax);
-        for (at, value) in turned.iter().enumerate() {
+        for (at, value) in transposed.iter().enumerate() {
             let (matrix, at) = (at / (rows * columns), at % (rows * columns));
             let from = (matrix * rows + at % rows) * columns + at / rows;
             assert_eq!(*value, expected[from]);

@@ -2,7 +2,7 @@
 // rounded as it would be in memory, and goes where fp8_quantize takes its own. Rows are whole parts.
 #include "activation.cuh"
 #include "fp8_quantize_blocks.cuh"
-#include "fp8_quantize_turned.cuh"
+#include "fp8_quantize_transposed.cuh"
 
 using namespace xentile;
 
@@ -89,10 +89,10 @@ struct Gated {
         a.to, fp8::Gated<E>(a));                                                      \
   }                                                                                   \
   extern "C" __global__ void __launch_bounds__(fp8::kTurnedThreads<E>, 2)             \
-      fp8_quantize_turned_gated_##format##_##dtype(                                            \
+      fp8_quantize_transposed_gated_##format##_##dtype(                                            \
           const __grid_constant__ Fp8GatedArguments a) {                              \
     __shared__ fp8::TurnedShared shared;                                              \
-    fp8::Turned<E, fp8::Scales::kOfRuns, kE5M2, true, fp8::Gated<E>>(                 \
+    fp8::Transposed<E, fp8::Scales::kOfRuns, kE5M2, true, fp8::Gated<E>>(                 \
         a.to, fp8::Gated<E>(a))                                                       \
         .run(shared);                                                                 \
   }

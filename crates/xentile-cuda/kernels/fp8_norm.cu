@@ -3,7 +3,7 @@
 // first, and the sum with a residual, and then tiles of 128 rows, of a second read. In one launch, where bands
 // of tiles have rows of one matrix, CTAs of statistics run a little ahead of those of tiles, so that the
 // second read is of the L2.
-#include "fp8_quantize_turned.cuh"
+#include "fp8_quantize_transposed.cuh"
 #include "norm_forward.cuh"
 
 using namespace xentile;
@@ -242,8 +242,8 @@ struct Awaited : Normed<E> {
 // Bands of tiles, and ahead of them the statistics of their rows and of some more. CTAs begin in the order of
 // their numbers, and those of statistics wait for nobody, so that all that tiles wait for comes.
 template <class E, bool kAdd, bool kE5M2>
-__device__ inline void norm_turned(const Fp8NormArguments& a) {
-  using Tile = Turned<E, Scales::kOfRuns, kE5M2, true, Awaited<E>>;
+__device__ inline void norm_transposed(const Fp8NormArguments& a) {
+  using Tile = Transposed<E, Scales::kOfRuns, kE5M2, true, Awaited<E>>;
   __shared__ TurnedShared shared;
   __shared__ float rstd[kFp8Tile];
   constexpr uint32_t kParts = kFp8Tile / kFp8StatisticsRows;
@@ -288,19 +288,19 @@ __device__ inline void norm_turned(const Fp8NormArguments& a) {
 
 #define FP8_NORM_TURNED(format, dtype, E, kE5M2)                                       \
   extern "C" __global__ void __launch_bounds__(fp8::kTurnedThreads<E>, 3)              \
-      fp8_quantize_turned_norm_##format##_##dtype(                                     \
+      fp8_quantize_transposed_norm_##format##_##dtype(                                     \
           const __grid_constant__ Fp8NormArguments a) {                                \
     __shared__ fp8::TurnedShared shared;                                               \
-    fp8::Turned<E, fp8::Scales::kOfRuns, kE5M2, true, fp8::Normed<E>>(                 \
+    fp8::Transposed<E, fp8::Scales::kOfRuns, kE5M2, true, fp8::Normed<E>>(                 \
         a.to, fp8::Normed<E>(a))                                                       \
         .run(shared);                                                                  \
   }
 
 #define FP8_NORM_IN_ONE(add, adds, format, dtype, E, kE5M2)                            \
   extern "C" __global__ void __launch_bounds__(fp8::kTurnedThreads<E>, kFp8NormCtas)   \
-      fp8_quantize_norm##add##_turned_##format##_##dtype(                              \
+      fp8_quantize_norm##add##_transposed_##format##_##dtype(                              \
           const __grid_constant__ Fp8NormArguments a) {                                \
-    fp8::norm_turned<E, adds, kE5M2>(a);                                               \
+    fp8::norm_transposed<E, adds, kE5M2>(a);                                               \
   }
 
 // Of the dtype that activations have where FP8 is trained with.

@@ -1,6 +1,6 @@
 // The kernels by name: those of rows that do not consist of vectors with "ragged".
 #include "fp8_quantize_blocks.cuh"
-#include "fp8_quantize_turned.cuh"
+#include "fp8_quantize_transposed.cuh"
 
 using namespace xentile;
 
@@ -29,13 +29,13 @@ using namespace xentile;
   }
 
 #define FP8_TURNED(name, dtype, least, E, kScales, kE5M2, kAligned)                  \
-  FP8(turned_##name, dtype, fp8::kTurnedThreads<E>, least) {                         \
+  FP8(transposed_##name, dtype, fp8::kTurnedThreads<E>, least) {                         \
     __shared__ fp8::TurnedShared shared;                                             \
-    fp8::Turned<E, fp8::Scales::kScales, kE5M2, kAligned>(a, fp8::Plain<E>(a))       \
+    fp8::Transposed<E, fp8::Scales::kScales, kE5M2, kAligned>(a, fp8::Plain<E>(a))       \
         .run(shared);                                                                \
   }
 
-// Those of one format; `whole` CTAs a multiprocessor leave 64 registers a thread of a turned tile.
+// Those of one format; `whole` CTAs a multiprocessor leave 64 registers a thread of a transposed tile.
 #define FP8_FORMAT(format, dtype, E, kE5M2, whole)                                   \
   FP8_RUNS(format, dtype, 8, E, kE5M2, kRows)                                        \
   FP8_RUNS(parts_##format, dtype, 6, E, kE5M2, kVectors)                             \

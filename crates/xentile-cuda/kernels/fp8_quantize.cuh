@@ -19,8 +19,8 @@ struct Fp8QuantizeArguments {
   const float* given;  // a scale for so many rows; null where scales are made
   uint8_t* values;     // as x; null where there are none
   float* numbers;      // a scale of each block, or its amax where scales are given or there are no values
-  uint8_t* turned;     // [matrices, columns, rows]
-  float* turned_scales;
+  uint8_t* transposed;     // [matrices, columns, rows]
+  float* transposed_scales;
   int64_t matrices;
   int64_t rows;
   int64_t columns;

@@ -205,7 +205,7 @@ struct Block {
   }
 };
 
-// amax of blocks of `block_rows` rows of each column, into turned_scales [matrices, columns, blocks], which
+// amax of blocks of `block_rows` rows of each column, into transposed_scales [matrices, columns, blocks], which
 // are zeros before: a CTA takes a part of a block, of kFp8ColumnRows rows and 32 units, a warp every eighth
 // row.
 template <class E, bool kAligned>
@@ -242,24 +242,24 @@ __device__ inline void columns(const Arguments& a) {
   for (int i = threadIdx.x; i < 32 * kPer && i < a.columns - column; i += kFp8ColumnThreads) {
     float amax = 0.0f;
     for (uint32_t w = 0; w < kWarps; ++w) amax = fmaxf(amax, to_float(of_warps[w * 32 * kPer + i]));
-    float* to = a.turned_scales + (matrix * a.columns + column + i) * down + of_matrix;
+    float* to = a.transposed_scales + (matrix * a.columns + column + i) * down + of_matrix;
     if (begin < end) add_amax(to, amax);
   }
 }
 
-// What is left to do of turned_scales: scales of the amax that are there; or, of square blocks, their
+// What is left to do of transposed_scales: scales of the amax that are there; or, of square blocks, their
 // numbers [matrices, down, across] in the order of the transposed copy.
 __device__ inline void finish(const Arguments& a) {
   const int64_t down = ceil_div(a.rows, a.block_rows), across = ceil_div(a.columns, a.block_columns);
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kFp8FinishThreads + threadIdx.x;
   if (at >= a.matrices * down * across) return;
   if (a.numbers == nullptr) {
-    a.turned_scales[at] = scale_of(a, a.turned_scales[at]);
+    a.transposed_scales[at] = scale_of(a, a.transposed_scales[at]);
     return;
   }
   const int64_t line = quotient_of(at, down), matrix = quotient_of(line, across);
   const int64_t from = (matrix * down + at - line * down) * across + line - matrix * across;
-  a.turned_scales[at] = a.numbers[from];
+  a.transposed_scales[at] = a.numbers[from];
 }
 
 }  // namespace xentile::fp8

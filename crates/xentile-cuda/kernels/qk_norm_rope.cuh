@@ -311,7 +311,7 @@ struct Pass {
     }
   }
 
-  // The cotangents of what was normalised: dy, turned back.
+  // The cotangents of what was normalised: dy, rotated back.
   __device__ void cotangents(const uint4 (&dy)[kParts], const rope::Angles<kPairs>& angles,
                              float (&g)[kParts][kPer]) const {
 #pragma unroll

@@ -213,7 +213,8 @@ impl Quantization {
         let driver = Driver::get()?;
         let Operands { numbers, scales_t, .. } = operands;
         for step in self.steps() {
-            for (at, count) in [(numbers, step.zeros.numbers), (scales_t, step.zeros.turned_scales)]
+            for (at, count) in
+                [(numbers, step.zeros.numbers), (scales_t, step.zeros.transposed_scales)]
             {
                 if count > 0 {
                     // SAFETY: an array of this pass that holds so many numbers.
@@ -243,8 +244,8 @@ impl Quantization {
             given: scale,
             values,
             numbers,
-            turned: values_t,
-            turned_scales: scales_t,
+            transposed: values_t,
+            transposed_scales: scales_t,
             e5m2: (self.options.format == Format::E5M2).into(),
             power_of_two: self.options.power_of_two.into(),
             ..Arguments::NONE
@@ -510,7 +511,7 @@ impl Normed {
     /// `stream` is a `CUstream` of the calling thread's current context.
     unsafe fn kernel_in_one(&self, stream: RawStream) -> Result<Kernel> {
         let (kernels, format) = (self.norm.kernels, self.to.options.format);
-        let name = format!("{kernels}_turned_{format}_{}", self.to.dtype);
+        let name = format!("{kernels}_transposed_{format}_{}", self.to.dtype);
         // SAFETY: passed on from this function's contract.
         unsafe { library::kept_kernel(&name, Device::current()?, stream) }
     }

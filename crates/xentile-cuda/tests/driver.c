@@ -1,5 +1,5 @@
-/* A driver without a GPU: what tests have the library open in the place of NVIDIA's. It is told by
- * the environment what to be, and prints every launch, or has host.c compute it where that is there. */
+/* A driver without a GPU: what tests have the library open in the place of NVIDIA's. The environment
+ * configures it. It prints every launch, or has host.c compute it where that is linked. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@ typedef struct {
   unsigned count;
 } Config;
 
-static int told(const char* name, int otherwise) {
+static int setting(const char* name, int otherwise) {
   const char* value = getenv(name);
   return value ? atoi(value) : otherwise;
 }
@@ -24,25 +24,25 @@ int compute(const char* kernel, const void* arguments, unsigned grid_rows) __att
 static char kernels[64][64];
 static int pushed, loaded;
 
-int cuDriverGetVersion(int* version) { return *version = told("FAKE_VERSION", 13000), 0; }
-int cuInit(unsigned flags) { return flags == 0 && told("FAKE_DEVICES", 2) > 0 ? 0 : 100; }
-int cuDeviceGetCount(int* count) { return *count = told("FAKE_DEVICES", 2), 0; }
+int cuDriverGetVersion(int* version) { return *version = setting("FAKE_VERSION", 13000), 0; }
+int cuInit(unsigned flags) { return flags == 0 && setting("FAKE_DEVICES", 2) > 0 ? 0 : 100; }
+int cuDeviceGetCount(int* count) { return *count = setting("FAKE_DEVICES", 2), 0; }
 int cuGetErrorName(int code, const char** text) { return (void)code, *text = "CUDA_ERROR_FAKE", 0; }
-int cuGetErrorString(int code, const char** text) { return (void)code, *text = "as told", 0; }
+int cuGetErrorString(int code, const char** text) { return (void)code, *text = "as requested", 0; }
 int cuDeviceGetName(char* name, int size, int device) {
   return snprintf(name, size, "fake %d", device), 0;
 }
 int cuDeviceGetAttribute(int* value, unsigned attribute, int device) {
   (void)device;
-  const int capability = told("FAKE_CAPABILITY", 90);
-  *value = attribute == 16 ? told("FAKE_MULTIPROCESSORS", 132) : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
+  const int capability = setting("FAKE_CAPABILITY", 90);
+  *value = attribute == 16 ? setting("FAKE_MULTIPROCESSORS", 132) : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
            : attribute == 97 ? 232448 : attribute == 120 ? capability >= 90 : -1;
   return *value < 0;
 }
 int cuCtxPushCurrent_v2(void* context) { return ++pushed, context == NULL; }
 int cuCtxPopCurrent_v2(void** context) { return *context = NULL, --pushed, 0; }
 int cuStreamGetCtx(void* stream, void** context) { return *context = stream, 0; }
-int cuCtxGetDevice(int* device) { return *device = told("FAKE_CURRENT", 0), 0; }
+int cuCtxGetDevice(int* device) { return *device = setting("FAKE_CURRENT", 0), 0; }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e,
                       unsigned f) {
   printf("library %d\n", !a && !b && !c && !d && !e && !f && (size_t)code % 8 == 0);
@@ -68,7 +68,7 @@ int cuKernelSetAttribute(unsigned attribute, int value, void* kernel, int device
 int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* config) {
   (void)kernel;
   if (config->count != 1 || config->attributes->id != 4) return 1;
-  return *clusters = told("FAKE_CLUSTERS", 132 / (int)config->attributes->value[0]), 0;
+  return *clusters = setting("FAKE_CLUSTERS", 132 / (int)config->attributes->value[0]), 0;
 }
 int cuMemcpyDtoDAsync_v2(size_t to, size_t from, size_t bytes, void* stream) {
   if (compute) return memcpy((void*)to, (void*)from, bytes), 0;
@@ -93,7 +93,7 @@ int cuTensorMapEncodeTiled(void* map, unsigned dtype, unsigned rank, void* at, c
 int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {
   if (compute) return compute(kernel, parameters[0], config->grid[1]);
   if (config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra) return 1;
-  if (told("FAKE_FAILURE", 0)) return told("FAKE_FAILURE", 0);
+  if (setting("FAKE_FAILURE", 0)) return setting("FAKE_FAILURE", 0);
   const unsigned cluster = config->count == 1 ? config->attributes->value[0] : 0;
   const int is_cooperative = config->count == 1 && config->attributes->id == 2;
   printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d%s\n",

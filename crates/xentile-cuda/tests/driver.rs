@@ -28,16 +28,16 @@ use xentile_cuda::scale::Scale;
 static DRIVER: LazyLock<tempfile::TempDir> = LazyLock::new(|| fake::driver(&["driver.c"], &[]));
 
 /// What the driver and [`calls`] print, with such a driver.
-fn printed(told: &[(&str, &str)]) -> String {
-    printed_by("calls", told)
+fn printed(settings: &[(&str, &str)]) -> String {
+    printed_by("calls", settings)
 }
 
 /// What the driver and an ignored test print, with such a driver.
-fn printed_by(test: &str, told: &[(&str, &str)]) -> String {
+fn printed_by(test: &str, settings: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads", "1"])
         .env("LD_LIBRARY_PATH", DRIVER.path())
-        .envs(told.iter().copied())
+        .envs(settings.iter().copied())
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -268,14 +268,14 @@ fn launch_sizes() {
         "no rows: done".into(),
         // rstd that is awaited; then 64 bands of 32 tiles and 16 times statistics, and 17 bands ahead.
         "fill 32768 bytes from 80 with 255 stream 1".into(),
-        "launch fp8_quantize_norm_turned_f8e4m3fn_bf16 stream 1 grid 3344 block 256 shared 0 \
+        "launch fp8_quantize_norm_transposed_f8e4m3fn_bf16 stream 1 grid 3344 block 256 shared 0 \
          cluster 0 first 0x10000 loads 20"
             .into(),
         "in one: done".into(),
         "launch fp8_quantize_norm_forward_held4_bf16 stream 1 grid 34 block 128 shared 3584 \
          cluster 0 first 0x10000 loads 21"
             .into(),
-        "launch fp8_quantize_turned_norm_f8e4m3fn_bf16 stream 1 grid 14 block 256 shared 0 \
+        "launch fp8_quantize_transposed_norm_f8e4m3fn_bf16 stream 1 grid 14 block 256 shared 0 \
          cluster 0 first 0x10000 loads 22"
             .into(),
         "in two: done".into(),
@@ -295,13 +295,13 @@ fn launch_sizes() {
 fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
     let plain = "launch cross_entropy_plain_fused_bf16_smooth stream 1 grid 396 block 512 shared 0 \
                  cluster 0 first 0x10000";
-    for told in [("FAKE_CAPABILITY", "80"), ("FAKE_CAPABILITY", "89"), ("FAKE_CLUSTERS", "0")] {
-        let text = printed(&[told]);
+    for settings in [("FAKE_CAPABILITY", "80"), ("FAKE_CAPABILITY", "89"), ("FAKE_CLUSTERS", "0")] {
+        let text = printed(&[settings]);
         assert!(text.contains(plain), "{text}");
         assert!(!text.contains("launch cross_entropy_ring"), "{text}");
         assert!(!text.contains("launch fused_product_forward"), "{text}");
         assert!(!text.contains("launch fused_product_backward"), "{text}");
-        let reason = match told {
+        let reason = match settings {
             ("FAKE_CAPABILITY", "89") => {
                 "product: fake 0 has compute capability 8.9; products with"
             }
@@ -314,7 +314,7 @@ fn gpus_without_clusters_or_without_room_for_one_run_the_plain_schedule() {
 
 #[test]
 fn a_missing_library_is_named() {
-    for (told, reason) in [
+    for (settings, reason) in [
         (
             ("FAKE_VERSION", "11040"),
             "the CUDA driver is for CUDA 11.4; the kernels here need one for CUDA 1",
@@ -324,12 +324,12 @@ fn a_missing_library_is_named() {
             ("FAKE_CAPABILITY", "75"),
             "fake 0 has compute capability 7.5; the kernels here need 8.0 or later",
         ),
-        (("FAKE_FAILURE", "700"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as told"),
+        (("FAKE_FAILURE", "700"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as requested"),
     ] {
-        let text = printed(&[told]);
+        let text = printed(&[settings]);
         assert!(text.contains(&format!("fused: {reason}")), "{text}");
         assert!(
-            text.contains(&format!("again: {reason}")) || told.0 == "FAKE_CAPABILITY",
+            text.contains(&format!("again: {reason}")) || settings.0 == "FAKE_CAPABILITY",
             "{text}"
         );
         assert!(text.contains("empty: done") && !text.contains("\nlaunch"), "{text}");
@@ -412,16 +412,16 @@ fn all_ctas_of_a_token_run_at_once() {
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }
-    for (told, reason) in [
+    for (settings, reason) in [
         (
             ("FAKE_CAPABILITY", "80"),
             "fake 0 has compute capability 8.0 and 132 multiprocessors; the",
         ),
         (("FAKE_CAPABILITY", "100"), "fake 0 has compute capability 10.0 and 132 multiprocessors"),
         (("FAKE_MULTIPROCESSORS", "114"), "fake 0 has compute capability 9.0 and 114 multiproc"),
-        (("FAKE_FAILURE", "720"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as told"),
+        (("FAKE_FAILURE", "720"), "cuLaunchKernelEx failed: CUDA_ERROR_FAKE, as requested"),
     ] {
-        let text = printed_by("token", &[told]);
+        let text = printed_by("token", &[settings]);
         assert!(text.contains(reason) && !text.contains("launch decode"), "{text}");
     }
 }

@@ -258,13 +258,13 @@ impl Asked<'_> {
         }
         if let Some(found) = &exported.settings {
             let wanted = self.settings();
-            let mut told = found.clone();
+            let mut options = found.clone();
             // Programs from before an operation had such a dim tell it by their arguments alone.
             for dim in self.op.dims().iter().filter(|dim| dim.like.is_some()) {
-                told.entry(dim.key).or_insert_with(|| wanted[dim.key].clone());
+                options.entry(dim.key).or_insert_with(|| wanted[dim.key].clone());
             }
             ensure!(
-                is_set(&told) == is_set(&wanted),
+                is_set(&options) == is_set(&wanted),
                 "it is of {}; the config's is of {}",
                 serde_json::to_string(found)?,
                 serde_json::to_string(&wanted)?

@@ -35,7 +35,7 @@ fn one(text: &mut String, name: &str, plugin: Plugin) {
     _ = writeln!(text, "{name}");
     let mut line = |key: &str, value: String| _ = writeln!(text, "  {key:<12}{}", indented(&value));
     // What follows is questions to a plug-in, each of which it may fail to answer.
-    let told =
+    let or_error =
         |answer: pjrt_client::Result<String>| answer.unwrap_or_else(|error| error.to_string());
     line("plug-in", plugin.path().display().to_string());
     line("PJRT", plugin.version().to_string());
@@ -43,15 +43,15 @@ fn one(text: &mut String, name: &str, plugin: Plugin) {
         let attributes = attributes.iter().map(|(name, value)| format!("{name} {value}"));
         attributes.collect::<Vec<_>>().join(", ")
     });
-    line("attributes", told(attributes));
+    line("attributes", or_error(attributes));
     let extensions: Vec<_> =
         plugin.extensions().map(|extension| format!("{extension:?}")).collect();
     line("extensions", extensions.join(", "));
     match plugin.client(&[]) {
         Err(error) => line("devices", error.to_string()),
         Ok(client) => {
-            line("platform", told(client.platform_name()));
-            line("version", told(client.platform_version()));
+            line("platform", or_error(client.platform_name()));
+            line("version", or_error(client.platform_version()));
             devices(&client, &mut line);
         }
     }
@@ -67,12 +67,12 @@ fn devices(client: &Client, line: &mut impl FnMut(&str, String)) {
         let id = device.id().map_or_else(|error| error.to_string(), |id| id.to_string());
         let memory = match device.memory_stats() {
             Ok(stats) => {
-                let told = stats.iter().filter_map(|(name, value)| Some((name, value?)));
-                let told = told.map(|(name, value)| match name {
+                let known = stats.iter().filter_map(|(name, value)| Some((name, value?)));
+                let known = known.map(|(name, value)| match name {
                     "num_allocs" => format!("{name} {value}"),
                     _ => format!("{name} {}", memory::human(value)),
                 });
-                told.collect::<Vec<_>>().join(", ")
+                known.collect::<Vec<_>>().join(", ")
             }
             Err(_) => "memory not reported".into(),
         };

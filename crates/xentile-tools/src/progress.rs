@@ -93,10 +93,10 @@ impl Cells {
         }
     }
 
-    /// `told` is what was found, or why nothing was.
-    pub(crate) fn end(&mut self, name: &str, told: String, has_failed: bool) {
+    /// `outcome` is what was found, or why nothing was.
+    pub(crate) fn end(&mut self, name: &str, outcome: String, has_failed: bool) {
         self.done += 1;
-        let cell = format!("{name}: {told}");
+        let cell = format!("{name}: {outcome}");
         if let Some(bar) = &self.bar {
             if has_failed {
                 bar.println(cell);

@@ -88,11 +88,11 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
             let named = format!("{} by {}", row.title(), name(&config.implementation));
             progress.begin(&named);
             let found = measured(config);
-            let told = match &found {
+            let outcome = match &found {
                 Ok(report) => format!("{} ms", figure(report["median_step_ms"].as_f64(), 3)),
                 Err(reason) => format!("failed: {reason}"),
             };
-            progress.end(&named, told, found.is_err());
+            progress.end(&named, outcome, found.is_err());
             match config.implementation {
                 Implementation::Kernel => row.ours = found,
                 Implementation::Reference => row.baseline = found,
@@ -371,10 +371,10 @@ mod tests {
              {time: 5, hidden: 16}]}\n- {op: cross_entropy, dtype: f16, time: 4, vocab: 9}",
         )
         .unwrap();
-        let told: Vec<_> =
+        let outcome: Vec<_> =
             all.iter().map(|[one, _]| (one.op.name(), one.dtype.name(), one.iters)).collect();
         assert_eq!(
-            told,
+            outcome,
             [("rms_norm", "f32", 7), ("rms_norm", "f32", 7), ("cross_entropy", "f16", 7)]
         );
         let other = suite(
@@ -388,12 +388,12 @@ mod tests {
 
     #[test]
     fn bad_cells_are_named() {
-        let told = |text: &str| format!("{:#}", suite(text).unwrap_err());
-        assert!(told("cells: []").contains("cells is empty"));
-        assert!(told("cells: [{op: rms_norm, widht: 3}]").contains("cells[0]"));
-        assert!(told("cells: [{impl: kernel}]").contains("cells[0].impl is set"));
-        assert!(told("cells: [{op: cross_entropy, time: 0}]").contains("cells[0]"));
-        assert!(told("cels: []").contains("cels"));
+        let error = |text: &str| format!("{:#}", suite(text).unwrap_err());
+        assert!(error("cells: []").contains("cells is empty"));
+        assert!(error("cells: [{op: rms_norm, widht: 3}]").contains("cells[0]"));
+        assert!(error("cells: [{impl: kernel}]").contains("cells[0].impl is set"));
+        assert!(error("cells: [{op: cross_entropy, time: 0}]").contains("cells[0]"));
+        assert!(error("cels: []").contains("cels"));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::config::{self, name};
 use crate::draft::{Draft, write_whole};
 use crate::machine::Machine;
 use cell::{Measured, Row, figure, measure};
-use grid::{Axis, read_tuned, shown, told};
+use grid::{Axis, describe, read_tuned, shown};
 
 /// Runs the sweep of the config at `path`, overridden by `sets`. The code is that of the process:
 /// [`cli::PASSED`], or [`cli::FAILED`] where a cell failed.
@@ -96,7 +96,7 @@ impl Sweep<'_> {
     fn best_told(&self, row: &Row, best: &Measured) -> String {
         let copies =
             best.ratio_to_copy.map_or(String::new(), |ratio| format!(", {ratio:.2} copies"));
-        let place = told(self.axes, &row.place);
+        let place = describe(self.axes, &row.place);
         format!("best: {place}: {} ms{copies}", figure(best.median_step_ms, 3))
     }
 

@@ -53,7 +53,7 @@ pub(crate) fn explain(name: &str) -> String {
     format!("topology {name} is none that libtpu knows; it knows {TOPOLOGIES}")
 }
 
-/// Runs this program once more with the same arguments, and with libtpu told that there is no TPU to
+/// Runs this program once more with the same arguments, and with libtpu set to expect no TPU to
 /// ask about.
 ///
 /// # Errors

@@ -161,8 +161,8 @@ impl Session {
         self.compile_code(for_platform(self.platform, program.clone()).text.as_bytes())
     }
 
-    /// A program as StableHLO text or bytecode, ready to run. What the cache is of no use for is
-    /// told on standard error.
+    /// A program as StableHLO text or bytecode, ready to run. A program that the cache
+    /// cannot hold is named on standard error.
     pub(crate) fn compile_code(&self, code: &[u8]) -> Result<Compiled> {
         let code = pjrt_client::Program::mlir(code);
         let options = CompileOptions::new();

@@ -262,9 +262,9 @@ fn a_sweep_of_tiles_gives_the_default_tile() {
     let fixture = Fixture::new(TILES);
     std::fs::create_dir(fixture.0.path().join("tuned")).unwrap();
     let output = fixture.run(MICROBENCH, &["sweep", "--config", "config.yaml"]);
-    let told = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{told}");
-    assert!(told.ends_with("2 of 4 cells failed\n"), "{told}");
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.ends_with("2 of 4 cells failed\n"), "{text}");
 
     let read = |name: &str| std::fs::read_to_string(fixture.0.path().join(name)).unwrap();
     let found: Value = serde_json::from_str(&read("out/sweep.json")).unwrap();
@@ -411,10 +411,10 @@ fn microbench_reports_the_plan_and_what_it_takes() {
 fn a_sweep_of_budgets_has_a_plan_a_row_and_goes_on_past_what_does_not_fit() {
     let fixture = Fixture::new(SWEEP);
     let output = fixture.run(MICROBENCH, &["sweep", "--config", "config.yaml"]);
-    let told = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{told}");
-    assert!(told.contains("[4/4] max_scratch_bytes null: "), "{told}");
-    assert!(told.ends_with("1 of 4 cells failed\n"), "{told}");
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("[4/4] max_scratch_bytes null: "), "{text}");
+    assert!(text.ends_with("1 of 4 cells failed\n"), "{text}");
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(stdout.contains("best: max_scratch_bytes ") && !stdout.contains("copies"), "{stdout}");
 

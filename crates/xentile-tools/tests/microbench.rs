@@ -252,9 +252,9 @@ fn lists_are_measured_each_in_a_row() {
     assert_eq!(code, Some(0), "{stderr}");
     let lines: Vec<_> = printed.lines().collect();
     assert!(lines[0].starts_with("time ") && lines[0].contains("distribution"), "{printed}");
-    let told = std::fs::read_to_string(path("runs.jsonl")).unwrap();
+    let runs = std::fs::read_to_string(path("runs.jsonl")).unwrap();
     let reports: Vec<Value> =
-        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        runs.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!((lines.len(), reports.len()), (5, 4), "{printed}");
     let expected = [(3, 2, "masked, std 3"), (3, 2, "trained"), (4, 700, "masked, std 3")];
     for ((line, report), (time, vocab, distribution)) in

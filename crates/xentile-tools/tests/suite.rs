@@ -55,7 +55,7 @@ fn a_failed_measurement_is_reported_and_the_rest_run() {
 #[test]
 fn bad_input_names_the_cell() {
     let folder = tempfile::tempdir().unwrap();
-    for (set, told) in [
+    for (set, message) in [
         ("cells=[{op: rms_norm, widht: 3}]", "cells[0]"),
         ("cells=[]", "cells is empty"),
         ("cell.impl=kernel", "impl is set"),
@@ -65,7 +65,7 @@ fn bad_input_names_the_cell() {
         let output = suite(folder.path(), &[set]);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{set}: {stderr}");
-        assert!(stderr.contains(told), "{set}: {stderr}");
+        assert!(stderr.contains(message), "{set}: {stderr}");
     }
     assert!(!folder.path().join("target").exists());
 }

@@ -185,12 +185,12 @@ fn compiled_programs_are_cached() {
         let lines = text.lines().filter(|line| line.starts_with("warning: cannot load the cached"));
         lines.count()
     };
-    let (printed, told) = again();
+    let (printed, warned) = again();
     assert!(printed.contains("s of it compiling"), "{printed}");
-    assert_eq!(warnings(&told), 3, "the step, the copy, the zeros: {told}");
-    let (printed, told) = again();
+    assert_eq!(warnings(&warned), 3, "the step, the copy, the zeros: {warned}");
+    let (printed, warned) = again();
     assert!(printed.contains("s of it loading from the cache"), "{printed}");
-    assert_eq!(warnings(&told), 0, "{told}");
+    assert_eq!(warnings(&warned), 0, "{warned}");
 }
 
 #[test]

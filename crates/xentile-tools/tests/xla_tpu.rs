@@ -504,8 +504,8 @@ fn gradcheck_on_a_tpu_needs_one() {
     if let Some(error) = without_a_tpu(&[]) {
         let expected = "no TPU in this machine, and running needs one; microbench --topology";
         assert!(error.contains(expected), "{error}");
-        let told = [("TPU_SKIP_MDS_QUERY", "1"), ("XENTILE_PJRT_TPU", "/nowhere/libtpu.so")];
-        let error = without_a_tpu(&told).unwrap();
+        let settings = [("TPU_SKIP_MDS_QUERY", "1"), ("XENTILE_PJRT_TPU", "/nowhere/libtpu.so")];
+        let error = without_a_tpu(&settings).unwrap();
         assert!(error.contains("cannot open the PJRT plug-in /nowhere/libtpu.so"), "{error}");
     }
 }

@@ -453,7 +453,7 @@ struct XLA_FFI_Error* xentile_rope_cuda_initialize(struct XLA_FFI_CallFrame* cal
 struct XLA_FFI_Error* xentile_rope_cuda(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_qk_norm_rope_forward: Heads of q and k, normalised and rotated, and the rstd of each.
- * (q, k, q_weight, k_weight, indices, cos, sin) -> (q_turned, k_turned, q_rstd, k_rstd). */
+ * (q, k, q_weight, k_weight, indices, cos, sin) -> (q_rotated, k_rotated, q_rstd, k_rstd). */
 struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_qk_norm_rope_forward_cuda(struct XLA_FFI_CallFrame* call_frame);

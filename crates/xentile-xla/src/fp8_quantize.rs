@@ -287,7 +287,7 @@ pub(crate) fn shape_scales(x: &[usize], blocks: Blocks) -> Vec<usize> {
 }
 
 /// The shape of the transposed copy of `x`.
-pub(crate) fn turned(x: &[usize]) -> Vec<usize> {
+pub(crate) fn transposed(x: &[usize]) -> Vec<usize> {
     let mut dims = x.to_vec();
     let last = dims.len() - 1;
     dims.swap(last - 1, last);

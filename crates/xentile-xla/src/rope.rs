@@ -53,15 +53,15 @@ pub(crate) const QK_NORM_FORWARD: Declaration = Declaration {
         input("sin", "P R", F32),
     ],
     results: &[
-        output("q_turned", "*batch H D", Dtype::Like("q")),
-        output("k_turned", "*batch K D", Dtype::Like("k")),
+        output("q_rotated", "*batch H D", Dtype::Like("q")),
+        output("k_rotated", "*batch K D", Dtype::Like("k")),
         residual("q_rstd", "*batch H", F32),
         residual("k_rstd", "*batch K", F32),
     ],
     attributes: &[QK_NORM_ATTRIBUTES],
     bounds: &[("R", 2, "D")],
     maps_shared: false,
-    aliases: &[may_alias("q", "q_turned"), may_alias("k", "k_turned")],
+    aliases: &[may_alias("q", "q_rotated"), may_alias("k", "k_rotated")],
     ..Declaration::BASE
 };
 

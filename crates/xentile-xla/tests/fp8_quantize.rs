@@ -49,7 +49,7 @@ fn scales(blocks: Blocks, rows: i64, columns: i64) -> Box<Array> {
 
 /// x [2, 6, 10] in bf16.
 fn call(pass: &str, blocks: Blocks, format: DType) -> Call {
-    let (straight, turned) = ([2, ROWS, COLUMNS], [2, COLUMNS, ROWS]);
+    let (straight, transposed) = ([2, ROWS, COLUMNS], [2, COLUMNS, ROWS]);
     let values = |dims: &[i64]| Array::new(format, dims);
     let amax = || Array::new(DType::F32, &[2, ROWS]);
     let mut arguments = vec![Array::of(&straight, &x())];
@@ -61,11 +61,11 @@ fn call(pass: &str, blocks: Blocks, format: DType) -> Call {
         "_transposed" => vec![
             values(&straight),
             scales(blocks, ROWS, COLUMNS),
-            values(&turned),
+            values(&transposed),
             scales(blocks, COLUMNS, ROWS),
         ],
         "_scaled" => vec![values(&straight), amax()],
-        "_scaled_transposed" => vec![values(&straight), amax(), values(&turned)],
+        "_scaled_transposed" => vec![values(&straight), amax(), values(&transposed)],
         _ => vec![amax()],
     };
     let call = Call::new(arguments, results);
@@ -88,11 +88,11 @@ fn values_are_those_of_the_kernels() {
         let options = Fp8Quantize { format, power_of_two: false };
         let kernel = Kernel::new(options, shape, Launch { isa: Isa::detect(), pool: &pool });
         for blocks in [Blocks::ROW, PARTS, SQUARE] {
-            let (mut values, mut turned) = (vec![1; n], vec![1; n]);
+            let (mut values, mut transposed) = (vec![1; n], vec![1; n]);
             let mut of_values = vec![0.0; shape.scales(blocks)];
-            let mut of_turned = vec![0.0; shape.transposed().scales(blocks)];
+            let mut of_transposed = vec![0.0; shape.transposed().scales(blocks)];
             let straight = Quantized { values: &mut values, scales: &mut of_values };
-            let copy = Quantized { values: &mut turned, scales: &mut of_turned };
+            let copy = Quantized { values: &mut transposed, scales: &mut of_transposed };
             kernel.quantize_transposed(blocks, &x(), straight, copy).unwrap();
             for pass in ["", "_transposed"] {
                 let mut call = call(pass, blocks, dtype);
@@ -100,13 +100,15 @@ fn values_are_those_of_the_kernels() {
                 assert_eq!(bits(format, &mut call.results[0]), values, "{pass} {blocks:?}");
                 assert_eq!(call.results[1].values::<f32>(), of_values);
                 if pass == "_transposed" {
-                    assert_eq!(bits(format, &mut call.results[2]), turned, "{blocks:?}");
-                    assert_eq!(call.results[3].values::<f32>(), of_turned);
+                    assert_eq!(bits(format, &mut call.results[2]), transposed, "{blocks:?}");
+                    assert_eq!(call.results[3].values::<f32>(), of_transposed);
                 }
             }
         }
-        let (mut values, mut turned, mut amax) = (vec![1; n], vec![1; n], vec![0.0; 12]);
-        kernel.scaled_transposed(&x(), &[0.5, 2.0], &mut values, &mut amax, &mut turned).unwrap();
+        let (mut values, mut transposed, mut amax) = (vec![1; n], vec![1; n], vec![0.0; 12]);
+        kernel
+            .scaled_transposed(&x(), &[0.5, 2.0], &mut values, &mut amax, &mut transposed)
+            .unwrap();
         for pass in ["_scaled", "_scaled_transposed", "_amax"] {
             let mut call = call(pass, PARTS, dtype);
             call.call(handler(pass)).unwrap();
@@ -116,7 +118,7 @@ fn values_are_those_of_the_kernels() {
                 assert_eq!(bits(format, &mut call.results[0]), values);
             }
             if pass == "_scaled_transposed" {
-                assert_eq!(bits(format, &mut call.results[2]), turned);
+                assert_eq!(bits(format, &mut call.results[2]), transposed);
             }
         }
     }
@@ -262,8 +264,8 @@ fn wrong_arrays_of_fused_calls_are_named() {
         }
         let scales = |call: &mut Call| call.results[1] = Array::new(DType::F32, &[3, 1]);
         refused(name, &scales, "`scales` has shape [3, 1]");
-        let turned = |call: &mut Call| call.results[3] = Array::new(DType::F32, &[1, 3]);
-        refused(name, &turned, "`scales_t` has shape [1, 3]");
+        let transposed = |call: &mut Call| call.results[3] = Array::new(DType::F32, &[1, 3]);
+        refused(name, &transposed, "`scales_t` has shape [1, 3]");
         let format =
             |call: &mut Call| call.results[0] = Array::new(DType::U8, &call.results[0].dims);
         refused(name, &format, "`values` has dtype u8");

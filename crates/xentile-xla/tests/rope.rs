@@ -175,7 +175,7 @@ fn wrong_heads_are_named() {
     refused("forward", false, 4, (DType::S32, &[2]), "`indices` has shape [2]; it must be [2, 3]");
     refused("forward", false, 5, (f32, &[3, 4]), "`sin` has shape [3, 8]; it must be [3, 4]");
     refused("forward", true, 2, (f32, &[2, 3]), "`q_rstd` has shape [2, 3]");
-    refused("forward", true, 1, (bf16, &[2, 3, 1, 16]), "`k_turned` has shape");
+    refused("forward", true, 1, (bf16, &[2, 3, 1, 16]), "`k_rotated` has shape");
     refused("backward", false, 10, (f32, &[2, 3, 2, 16]), "`k_cotangent` has dtype f32");
     refused("backward", true, 2, (f32, &[0, 16]), "`dq_weight` has shape [0, 16]");
     refused("backward", true, 3, (f32, &[4, 16]), "`dk_weight` has shape [4, 16]");

@@ -156,16 +156,16 @@ impl<E: Element> Sweep<'_, E> {
         };
         let mut written = keys.start;
         let [mut products, mut of_values] = [(); 2].map(|()| vec![0.0_f32; ROWS * KEYS]);
-        let [mut turned_k, mut turned_v, mut packed_k] = [const { Vec::new() }; 3];
+        let [mut transposed_k, mut transposed_v, mut packed_k] = [const { Vec::new() }; 3];
         let [mut padded_k, mut padded_v] = [const { Vec::new() }; 2];
         let scaling = Scaling::from(kernel.options);
         for tile in view.tiles(&keys) {
             sums.k.fill(0.0);
             sums.v.fill(0.0);
             let tile_v = tile.rows(view, v, value_width, &[], &mut padded_v);
-            pack(isa, tile_v.transposed(), &mut turned_v);
+            pack(isa, tile_v.transposed(), &mut transposed_v);
             let tile_k = tile.rows(view, k, width, &[], &mut padded_k);
-            pack(isa, tile_k.transposed(), &mut turned_k);
+            pack(isa, tile_k.transposed(), &mut transposed_k);
             let mut unfit_keys = Vec::new();
             if wants_queries {
                 let all = blocks.iter().map(|packed| &packed.block);
@@ -183,8 +183,8 @@ impl<E: Element> Sweep<'_, E> {
                 let products = &mut products[..own.len() * columns];
                 let of_values = &mut of_values[..own.len() * columns];
                 let of_keys = |data, width| Panels::new::<E>(isa, data, [width, columns]);
-                multiply(isa, &q.rows(own.clone()), of_keys(&turned_k, width), false, products);
-                let right = of_keys(&turned_v, value_width);
+                multiply(isa, &q.rows(own.clone()), of_keys(&transposed_k, width), false, products);
+                let right = of_keys(&transposed_v, value_width);
                 multiply(isa, &dout.rows(own.clone()), right, false, of_values);
                 let seen = Seen::new(view, block, &tile);
                 differentials(

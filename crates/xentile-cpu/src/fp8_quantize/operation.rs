@@ -174,8 +174,8 @@ impl<'a> Matrix<'a> {
         let scale = self.options.scale(self.amax.iter().copied().fold(0.0, f32::max));
         match transposed {
             None => kernel.scaled(x, &[scale], values, &mut self.amax)?,
-            Some(turned) => {
-                kernel.scaled_transposed(x, &[scale], values, &mut self.amax, turned)?;
+            Some(transposed) => {
+                kernel.scaled_transposed(x, &[scale], values, &mut self.amax, transposed)?;
             }
         }
         Ok(scale)

@@ -9,7 +9,7 @@ use crate::convert::{pair, pairs, widen};
 use crate::simd::{BLOCK, MAX_LANES, TILE, Tiles};
 use crate::{Isa, Job, PairsOfBf16, Simd};
 
-/// Words of a row that are turned at a time.
+/// Words of a row that are transposed at a time.
 const TURNED: usize = 64;
 
 /// The most rows that are packed at a time: strips, or a panel.

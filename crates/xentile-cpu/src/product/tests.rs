@@ -83,13 +83,13 @@ fn check_form<E: Element>(
     [rows, terms, columns]: [usize; 3],
     transposed: [bool; 2],
 ) {
-    let turned = |data, extents: [usize; 2], transposed: bool| match transposed {
+    let matrix = |data, extents: [usize; 2], transposed: bool| match transposed {
         false => Matrix::new(data, extents[1]),
         true => Matrix::new(data, extents[0]).transposed(),
     };
     let (a, b) = (numbers::<E>(rows * terms, 5), numbers::<E>(terms * columns, 7));
-    let left = turned(&a, [rows, terms], transposed[0]);
-    let right = turned(&b, [terms, columns], transposed[1]);
+    let left = matrix(&a, [rows, terms], transposed[0]);
+    let right = matrix(&b, [terms, columns], transposed[1]);
     let at = |matrix: Matrix<'_, E>, row, column| matrix.at(row, column).to_f32();
     let data = panels(form, right);
     let panels = Panels::new_as(form.1, &data, [terms, columns]);
@@ -251,10 +251,10 @@ fn blocks_alone(tiles: Tiles) -> f64 {
 #[ignore = "prints rates, for which nothing else may run"]
 fn rates() {
     let mut rng = common::fresh_rng("rates");
-    let mut rate = |form: Form, cut: Cut, [rows, terms, columns]: [usize; 3], turned: bool| {
+    let mut rate = |form: Form, cut: Cut, [rows, terms, columns]: [usize; 3], transposed: bool| {
         let (a, b) = (drawn::<bf16>(&mut rng, rows * terms), drawn(&mut rng, terms * columns));
         // As for logits, or for the gradient of the weight.
-        let (left, right) = match turned {
+        let (left, right) = match transposed {
             false => (Matrix::new(&a, terms), Matrix::<bf16>::new(&b, terms).transposed()),
             true => (Matrix::new(&a, rows).transposed(), Matrix::new(&b, columns)),
         };
@@ -283,7 +283,7 @@ fn rates() {
         println!(
             "{rows} x {terms} x {columns}{}: {:7.1} GFLOP/s, panels in {:6.3} ms, off by \
              {farthest:.1e}, {name}",
-            if turned { ", turned" } else { "" },
+            if transposed { ", transposed" } else { "" },
             2e-9 * (rows * terms * columns) as f64 / times[times.len() / 2],
             1e3 * packing,
         );
@@ -294,7 +294,7 @@ fn rates() {
         }
     }
     for extents in [[256, 1024, 1024], [256, 2048, 1024], [256, 896, 1024], [256, 512, 896]] {
-        for turned in [false, true] {
+        for transposed in [false, true] {
             for isa in Isa::available() {
                 let form = (isa, Words::of::<bf16>(isa));
                 let steps: &[usize] = match form.1 {
@@ -304,7 +304,7 @@ fn rates() {
                 for &steps in steps {
                     for rows in [64, 128, 256] {
                         if rows == Cut::BEST.rows || matches!(form.1, Words::Tiles(_)) {
-                            rate(form, Cut { steps, rows }, extents, turned);
+                            rate(form, Cut { steps, rows }, extents, transposed);
                         }
                     }
                 }

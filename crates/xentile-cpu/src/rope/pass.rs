@@ -135,7 +135,7 @@ impl Arranged {
     ) {
         // A NaN that rounding to bf16 by an addition leaves a NaN.
         let number = |x: f32| if x.is_nan() { f32::NAN } else { x };
-        let turned = |x: f32| number(if inverse { -x } else { x });
+        let rotated = |x: f32| number(if inverse { -x } else { x });
         let pairs = pairs_of_chunk::<S>(INTERLEAVED);
         let tables = cos.chunks(pairs).zip(sin.chunks(pairs));
         let chunks = self.cos.chunks_exact_mut(S::CHUNK).zip(self.sin.chunks_exact_mut(S::CHUNK));
@@ -143,26 +143,26 @@ impl Arranged {
             if INTERLEAVED && is_split::<S, E>() {
                 for (lane, (cos, sin)) in cos.iter().zip(sin).enumerate() {
                     to_cos[lane] = number(*cos);
-                    to_cos[S::LANES + lane] = turned(*sin);
+                    to_cos[S::LANES + lane] = rotated(*sin);
                 }
             } else if INTERLEAVED {
                 for (index, (cos, sin)) in cos.iter().zip(sin).enumerate() {
                     to_cos[2 * index..][..2].fill(number(*cos));
-                    let sin = turned(*sin);
+                    let sin = rotated(*sin);
                     to_sin[2 * index..][..2].copy_from_slice(&[-sin, sin]);
                 }
             } else if is_split::<S, E>() && cos.len() == S::CHUNK {
                 for lane in 0..S::LANES {
                     to_cos[lane] = number(cos[2 * lane]);
                     to_cos[S::LANES + lane] = number(cos[2 * lane + 1]);
-                    to_sin[lane] = turned(sin[2 * lane]);
-                    to_sin[S::LANES + lane] = turned(sin[2 * lane + 1]);
+                    to_sin[lane] = rotated(sin[2 * lane]);
+                    to_sin[S::LANES + lane] = rotated(sin[2 * lane + 1]);
                 }
             } else {
                 for (index, (cos, sin)) in cos.iter().zip(sin).enumerate() {
                     let place = S::place::<E>(index);
                     to_cos[place] = number(*cos);
-                    to_sin[place] = turned(*sin);
+                    to_sin[place] = rotated(*sin);
                 }
             }
         }
@@ -233,7 +233,7 @@ impl<E: Element> Row<E> {
                     true => s.load(from),
                     false => s.load_part(from, count, E::from_f32(0.0)),
                 };
-                let turned = if is_split::<S, E>() {
+                let rotated = if is_split::<S, E>() {
                     let (cos, sin) = (cos_0, cos_1);
                     let first = s.sub(s.mul(a, cos), s.mul(b, sin));
                     [first, s.mul_add(a, sin, s.mul(b, cos))]
@@ -244,8 +244,8 @@ impl<E: Element> Row<E> {
                 };
                 let to = y.add(column);
                 match count == S::CHUNK {
-                    true => s.put::<E, STREAM>(turned, to),
-                    false => s.store_part(turned, to, count),
+                    true => s.put::<E, STREAM>(rotated, to),
+                    false => s.store_part(rotated, to, count),
                 }
             }
             column += count;

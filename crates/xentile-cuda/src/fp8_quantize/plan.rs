@@ -29,7 +29,7 @@ pub(super) enum Pass {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Zeros {
     pub(super) numbers: usize,
-    pub(super) turned_scales: usize,
+    pub(super) transposed_scales: usize,
 }
 
 /// What scales are made of, once all has been read.
@@ -51,7 +51,7 @@ enum What {
     /// Blocks, a CTA each.
     Blocks,
     /// Tiles with their transposed copy.
-    Turned(&'static str),
+    Transposed(&'static str),
     /// amax of parts of columns.
     Columns,
     /// Scales of what is there.
@@ -80,8 +80,8 @@ impl Arguments {
         given: null(),
         values: null_mut(),
         numbers: null_mut(),
-        turned: null_mut(),
-        turned_scales: null_mut(),
+        transposed: null_mut(),
+        transposed_scales: null_mut(),
         matrices: 0,
         rows: 0,
         columns: 0,
@@ -103,8 +103,10 @@ impl Step {
             }
             What::Runs { name, .. } => format!("fp8_quantize_{name}{ragged}_{format}_{dtype}"),
             What::Blocks => format!("fp8_quantize_blocks{ragged}_{format}_{dtype}"),
-            What::Turned("amax") => format!("fp8_quantize_turned_amax{ragged}_{dtype}"),
-            What::Turned(name) => format!("fp8_quantize_turned_{name}{ragged}_{format}_{dtype}"),
+            What::Transposed("amax") => format!("fp8_quantize_transposed_amax{ragged}_{dtype}"),
+            What::Transposed(name) => {
+                format!("fp8_quantize_transposed_{name}{ragged}_{format}_{dtype}")
+            }
             What::Columns => format!("fp8_quantize_columns{ragged}_{dtype}"),
             What::Finish(_) => "fp8_quantize_finish".into(),
         }
@@ -121,16 +123,16 @@ impl Step {
     pub(super) fn arguments(&self, arrays: Arguments) -> Arguments {
         let [matrices, rows, columns] = self.shape.map(|extent| extent as i64);
         let [block_rows, block_columns] = self.block.map(|extent| extent as i64);
-        let Arguments { numbers, turned_scales, .. } = arrays;
-        let (numbers, turned_scales) = match self.what {
+        let Arguments { numbers, transposed_scales, .. } = arrays;
+        let (numbers, transposed_scales) = match self.what {
             What::Finish(Finish::Numbers) => (null_mut(), numbers),
-            What::Finish(Finish::TurnedScales) => (null_mut(), turned_scales),
-            _ => (numbers, turned_scales),
+            What::Finish(Finish::TurnedScales) => (null_mut(), transposed_scales),
+            _ => (numbers, transposed_scales),
         };
         let lanes = if let What::Runs { lanes, .. } = self.what { lanes as u32 } else { 1 };
         Arguments {
             numbers,
-            turned_scales,
+            transposed_scales,
             matrices,
             rows,
             columns,
@@ -153,8 +155,8 @@ pub(super) fn steps(pass: Pass, shape: QuantizeShape, dtype: DType) -> Vec<Step>
             vec![plan_blocks(shape, dtype, Blocks::ROW, "runs_given", rows / scales)]
         }
         Pass::Given { scales, is_transposed: true } => {
-            let zeros = Zeros { numbers: rows, turned_scales: 0 };
-            vec![Step { zeros, ..turned(shape, dtype, "given", rows / scales, [1, 1]) }]
+            let zeros = Zeros { numbers: rows, transposed_scales: 0 };
+            vec![Step { zeros, ..transposed(shape, dtype, "given", rows / scales, [1, 1]) }]
         }
         Pass::Scales { blocks, is_transposed: false } => {
             vec![plan_blocks(shape, dtype, blocks, "runs", 1)]
@@ -167,19 +169,19 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
     let tile = TILE as usize;
     let [rows, columns] = [shape.rows(), shape.columns()];
     if blocks == (Blocks { rows: 1, columns: Some(tile) }) {
-        return vec![turned(shape, dtype, "runs", 1, [1, tile])];
+        return vec![transposed(shape, dtype, "runs", 1, [1, tile])];
     }
     if blocks == (Blocks { rows: tile, columns: Some(tile) }) {
-        return vec![turned(shape, dtype, "squares", 1, [tile, tile])];
+        return vec![transposed(shape, dtype, "squares", 1, [tile, tile])];
     }
     if blocks == Blocks::ROW {
         let [of_rows, of_columns] = [rows, columns].map(|extent| shape.matrices() * extent);
-        let zeros = Zeros { numbers: of_rows, turned_scales: of_columns };
+        let zeros = Zeros { numbers: of_rows, transposed_scales: of_columns };
         return vec![
-            Step { zeros, ..turned(shape, dtype, "amax", 1, [1, 1]) },
+            Step { zeros, ..transposed(shape, dtype, "amax", 1, [1, 1]) },
             finish(Finish::Numbers, of_rows),
             finish(Finish::TurnedScales, of_columns),
-            turned(shape, dtype, "both", 1, [rows, 1]),
+            transposed(shape, dtype, "both", 1, [rows, 1]),
         ];
     }
     let straight = plan_blocks(shape, dtype, blocks, "runs", 1);
@@ -188,7 +190,7 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
         1 => [blocks.columns.unwrap_or(rows).min(rows), 1],
         side => [side.min(rows), side.min(columns)],
     };
-    let there = turned(shape, dtype, "there", 1, block);
+    let there = transposed(shape, dtype, "there", 1, block);
     let count = shape.matrices() * rows.div_ceil(block[0]) * columns.div_ceil(block[1]);
     if blocks.rows > 1 {
         let squares = finish(Finish::Squares, count);
@@ -199,7 +201,7 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
     let parts = rows.div_ceil(block[0]) * block[0].div_ceil(COLUMN_ROWS as usize);
     let of_columns = Step {
         what: What::Columns,
-        zeros: Zeros { numbers: 0, turned_scales: count },
+        zeros: Zeros { numbers: 0, transposed_scales: count },
         ctas: shape.matrices() * parts * strips,
         threads: COLUMN_THREADS as usize,
         ..there
@@ -212,7 +214,7 @@ fn with_transposed(shape: QuantizeShape, dtype: DType, blocks: Blocks) -> Vec<St
 pub(super) fn gated(shape: QuantizeShape, dtype: DType, is_transposed: bool) -> Step {
     let tile = TILE as usize;
     if is_transposed {
-        return turned(shape, dtype, "gated", 1, [1, tile]);
+        return transposed(shape, dtype, "gated", 1, [1, tile]);
     }
     let blocks = Blocks { rows: 1, columns: Some(tile) };
     let step = plan_blocks(shape, dtype, blocks, "gated", 1);
@@ -222,7 +224,7 @@ pub(super) fn gated(shape: QuantizeShape, dtype: DType, is_transposed: bool) -> 
 
 /// The launch of values with their transposed copy, in such blocks, of rows that are normalised as they are read.
 pub(super) fn normed(shape: QuantizeShape, dtype: DType) -> Step {
-    turned(shape, dtype, "norm", 1, [1, TILE as usize])
+    transposed(shape, dtype, "norm", 1, [1, TILE as usize])
 }
 
 /// Bands of tiles that statistics are ahead of tiles by, beside those that run at a time.
@@ -331,7 +333,7 @@ fn plan_blocks(
 }
 
 /// A pass over tiles, with scales of `block` rows and columns of x.
-fn turned(
+fn transposed(
     shape: QuantizeShape,
     dtype: DType,
     name: &'static str,
@@ -341,7 +343,7 @@ fn turned(
     let [rows, columns] = [shape.rows(), shape.columns()];
     let (tile, per) = (TILE as usize, per_vector(dtype));
     Step {
-        what: What::Turned(name),
+        what: What::Transposed(name),
         is_ragged: !columns.is_multiple_of(per),
         zeros: Zeros::default(),
         ctas: shape.matrices() * rows.div_ceil(tile) * columns.div_ceil(tile),
@@ -419,28 +421,28 @@ mod tests {
             let found = of(Pass::Scales { blocks, is_transposed: true }, extents, dtype);
             found.into_iter().map(|(name, ..)| name).collect::<Vec<_>>()
         };
-        assert_eq!(names(BY_128, [1, 256, 256], DType::Bf16), ["turned_runs_f8e4m3fn_bf16"]);
+        assert_eq!(names(BY_128, [1, 256, 256], DType::Bf16), ["transposed_runs_f8e4m3fn_bf16"]);
         let square = |side| Blocks { rows: side, columns: Some(side) };
         assert_eq!(
             names(square(128), [1, 256, 100], DType::F16),
-            ["turned_squares_ragged_f8e4m3fn_f16"]
+            ["transposed_squares_ragged_f8e4m3fn_f16"]
         );
         assert_eq!(
             names(square(64), [1, 256, 256], DType::F32),
-            ["blocks_f8e4m3fn_f32", "finish", "turned_there_f8e4m3fn_f32"]
+            ["blocks_f8e4m3fn_f32", "finish", "transposed_there_f8e4m3fn_f32"]
         );
         assert_eq!(
             names(Blocks { rows: 1, columns: Some(64) }, [1, 256, 4096], DType::Bf16),
-            ["runs_f8e4m3fn_bf16", "columns_bf16", "finish", "turned_there_f8e4m3fn_bf16"]
+            ["runs_f8e4m3fn_bf16", "columns_bf16", "finish", "transposed_there_f8e4m3fn_bf16"]
         );
         assert_eq!(
             names(Blocks::ROW, [1, 256, 4096], DType::Bf16),
-            ["turned_amax_bf16", "finish", "finish", "turned_both_f8e4m3fn_bf16"]
+            ["transposed_amax_bf16", "finish", "finish", "transposed_both_f8e4m3fn_bf16"]
         );
         let given = Pass::Given { scales: 1, is_transposed: true };
         let shape = QuantizeShape::new(1, 130, 256).unwrap();
         let found = steps(given, shape, DType::Bf16);
-        assert_eq!(found[0].zeros, Zeros { numbers: 130, turned_scales: 0 });
+        assert_eq!(found[0].zeros, Zeros { numbers: 130, transposed_scales: 0 });
         assert_eq!((found[0].ctas, found[0].threads, found[0].rows_of_scale), (4, 256, 130));
     }
 
@@ -452,8 +454,8 @@ mod tests {
             |name: &str, ctas, threads| (format!("fp8_quantize_{name}_f8e5m2_bf16"), ctas, threads);
         // 1000 runs, 32 a CTA.
         assert_eq!(of(gated(shape, DType::Bf16, false)), case("gated", 32, 128));
-        assert_eq!(of(gated(shape, DType::Bf16, true)), case("turned_gated", 10, 256));
-        assert_eq!(of(normed(shape, DType::Bf16)), case("turned_norm", 10, 256));
+        assert_eq!(of(gated(shape, DType::Bf16, true)), case("transposed_gated", 10, 256));
+        assert_eq!(of(normed(shape, DType::Bf16)), case("transposed_norm", 10, 256));
     }
 
     #[test]

@@ -414,11 +414,11 @@ impl Table {
 
     fn row(&self, report: &serde_json::Value) -> String {
         let named = self.columns.iter().map(|(name, width)| {
-            let told = match &report[*name] {
+            let value = match &report[*name] {
                 serde_json::Value::String(text) => text.clone(),
                 other => other.to_string(),
             };
-            format!("{told:width$}")
+            format!("{value:width$}")
         });
         let figures = FIGURES.iter().map(|(key, _, digits)| match report[*key].as_f64() {
             Some(figure) => format!("{figure:>9.digits$}"),

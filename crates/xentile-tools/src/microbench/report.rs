@@ -334,7 +334,7 @@ impl Report {
         extents
     }
 
-    /// What a run told.
+    /// Results of a run.
     fn fmt_run(&self, line: &mut impl FnMut(&str, String) -> fmt::Result) -> fmt::Result {
         let bytes = |bytes: Option<u64>| bytes.map_or("not reported".to_owned(), memory::human);
         let figure = |figure: Option<f64>, digits: usize| {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::grid::{Axis, Config, Index, shown, told};
+use super::grid::{Axis, Config, Index, describe, shown};
 use crate::draft::Draft;
 use crate::estimate::{Bottleneck, Floor};
 use crate::microbench::apart;
@@ -171,7 +171,7 @@ impl Row {
     }
 
     /// What was found, in a few words.
-    fn told(&self) -> String {
+    fn summary(&self) -> String {
         match &self.outcome {
             Ok((measured, _)) => match measured.median_step_ms {
                 Some(ms) => format!("{ms:.3} ms"),
@@ -210,7 +210,7 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
     let mut found: Vec<_> = grid.iter().map(|_| Vec::with_capacity(config.rounds)).collect();
     for _ in 0..config.rounds {
         for (place, rounds) in grid.iter().zip(&mut found) {
-            let named = told(axes, place);
+            let named = describe(axes, place);
             progress.begin(&named);
             let set = |(axis, &value): (&Axis, _)| format!("{}={}", axis.key, shown(value));
             let sets: Vec<_> = axes.iter().zip(place).map(set).collect();
@@ -219,7 +219,7 @@ pub(super) fn measure(config: &Config, axes: &[Axis], out: &Path) -> Result<Vec<
                 place: place.clone(),
                 outcome: outcome.map_err(|error| format!("{error:#}")),
             };
-            progress.end(&named, row.told(), row.outcome.is_err());
+            progress.end(&named, row.summary(), row.outcome.is_err());
             rounds.push(row);
         }
     }
@@ -241,7 +241,7 @@ fn run_cell(cell: &Path, sets: &[String]) -> Result<(Measured, Value)> {
     let mut value = apart::report(cell, sets)?;
     let measured = Measured::deserialize(&value).context("the cell's report is incomplete")?;
     if let Some(report) = value.as_object_mut() {
-        // Both are the sweep's own, told once for all rows.
+        // Both are the sweep's own, printed once for all rows.
         report.shift_remove("machine");
         report.shift_remove("config");
     }

@@ -72,7 +72,7 @@ pub(super) fn shown(value: Option<usize>) -> String {
 }
 
 /// The names and values of a place.
-pub(super) fn told(axes: &[Axis], place: &Index) -> String {
+pub(super) fn describe(axes: &[Axis], place: &Index) -> String {
     let values = axes.iter().zip(place);
     values
         .map(|(axis, &value)| format!("{} {}", axis.name, shown(value)))

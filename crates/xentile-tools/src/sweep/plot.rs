@@ -93,10 +93,10 @@ impl Sweep<'_> {
     /// or the cell without a budget.
     pub(super) fn memory_panel(&self, figures: &[Memory]) -> Panel {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        let told = |figure: &Memory| {
+        let is_reported = |figure: &Memory| {
             self.rows.iter().any(|row| row.measured().is_some_and(|m| figure.of(m).is_some()))
         };
-        let Some(figure) = figures.iter().copied().find(told) else {
+        let Some(figure) = figures.iter().copied().find(is_reported) else {
             let y_label = "memory: not reported".to_owned();
             return Panel { y_label, series: self.lines(|_| None), level: None, mark: None };
         };
@@ -164,9 +164,9 @@ mod tests {
         const MIB: u64 = 1 << 20;
         let [none, some] = [[None; 2], [Some(7 * MIB), None]];
         let points = |panel: &Panel| panel.series[0].points.iter().map(|p| p.1).collect::<Vec<_>>();
-        let told = panel(some, Some(MIB), Some(MIB));
-        assert_eq!(told.y_label, "device memory, peak in use (MiB; gaps: not reported)");
-        assert_eq!(points(&told), [Some(7.0), None]);
+        let reported = panel(some, Some(MIB), Some(MIB));
+        assert_eq!(reported.y_label, "device memory, peak in use (MiB; gaps: not reported)");
+        assert_eq!(points(&reported), [Some(7.0), None]);
         let program = panel(none, Some(3 * MIB), Some(MIB));
         assert_eq!(program.y_label, "arguments, results, temporaries (MiB)");
         assert_eq!(points(&program), [Some(3.0); 2], "results lie in arguments");

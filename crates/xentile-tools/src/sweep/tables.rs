@@ -15,7 +15,7 @@ pub(super) const NOTHING_RAN: &str = "Times are estimates from the compiler's sc
 /// What decides which columns there are.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
-    /// Whether a step is held to products, and their plan told; else to copies.
+    /// Whether a step is held to products, and their plan printed; else to copies.
     pub(super) of_products: bool,
     /// Whether programs are compiled and none run.
     pub(super) is_compiled: bool,
@@ -115,7 +115,7 @@ const RUN: &[Column] = &[
     ("program", |m| bytes(Memory::Program.of(m))),
 ];
 
-const PLAN: &[Column] = &[("plan", |m| told(plan(m)))];
+const PLAN: &[Column] = &[("plan", |m| or_not_reported(plan(m)))];
 
 const PROGRAM: &[Column] = &[
     ("compile s", |m| figure(m.compile_s, 1)),
@@ -123,8 +123,8 @@ const PROGRAM: &[Column] = &[
     ("temporaries", |m| bytes(Memory::Temporaries.of(m))),
     ("peak", |m| bytes(part(m, |program| program.peak_bytes))),
     ("VMEM", |m| bytes(m.vmem_bytes())),
-    ("bundles", |m| told(bundles(m))),
-    ("spills", |m| told(slots(m, "vstore_spill"))),
+    ("bundles", |m| or_not_reported(bundles(m))),
+    ("spills", |m| or_not_reported(slots(m, "vstore_spill"))),
 ];
 
 const TILE: &[Column] = &[
@@ -135,7 +135,7 @@ const TILE: &[Column] = &[
 const ESTIMATE: &[Column] = &[
     ("DMA ms", |m| figure(m.estimated(DMA_MS), 3)),
     ("schedule ms", |m| figure(m.estimated(SCHEDULE_MS), 3)),
-    ("binds", |m| told(m.estimate.as_ref().map(Estimated::binds))),
+    ("binds", |m| or_not_reported(m.estimate.as_ref().map(Estimated::binds))),
     ("estimated step ms", |m| figure(m.estimated(|estimate| estimate.step_ms), 3)),
     ("x floor", |m| figure(m.estimated(|estimate| estimate.ratio_to_floor), 2)),
 ];
@@ -175,12 +175,12 @@ fn plain(value: Option<impl Display>) -> String {
 }
 
 /// For people.
-fn told(value: Option<impl Display>) -> String {
+fn or_not_reported(value: Option<impl Display>) -> String {
     value.map_or("not reported".to_owned(), |value| value.to_string())
 }
 
 fn bytes(bytes: Option<u64>) -> String {
-    told(bytes.map(memory::human))
+    or_not_reported(bytes.map(memory::human))
 }
 
 /// Text that may have commas, as a cell of CSV.

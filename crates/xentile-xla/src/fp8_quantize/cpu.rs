@@ -8,7 +8,7 @@ use xla_ffi::{
 };
 
 use super::{
-    Options, check, check_format, check_scale, format, given, shape, shape_scales, turned,
+    Options, check, check_format, check_scale, format, given, shape, shape_scales, transposed,
 };
 use crate::arguments::invalid;
 use crate::cpu::{Pool, ask_for_huge_pages};
@@ -80,11 +80,11 @@ fn quantize_transposed(
 ) -> Result {
     let Options { blocks, power_of_two } = options;
     let shape = shape(x.dims(), 2)?;
-    let turned = turned(x.dims());
+    let transposed = transposed(x.dims());
     check("values", values.dims(), x.dims(), x.dims())?;
     check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
-    check("values_t", values_t.dims(), &turned, x.dims())?;
-    check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
+    check("values_t", values_t.dims(), &transposed, x.dims())?;
+    check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     let (values, scales) = (bits("values", values, format)?, scales.into_slice());
     let (values_t, scales_t) = (bits("values_t", values_t, format)?, scales_t.into_slice());
@@ -98,8 +98,8 @@ fn quantize_transposed(
     with_element!(x.dtype(), "x", E => {
         let x = x.typed::<E, ANY_RANK>()?;
         let straight = Quantized { values, scales };
-        let turned = Quantized { values: values_t, scales: scales_t };
-        kernel.quantize_transposed(blocks, x.as_slice(), straight, turned).map_err(invalid)
+        let transposed = Quantized { values: values_t, scales: scales_t };
+        kernel.quantize_transposed(blocks, x.as_slice(), straight, transposed).map_err(invalid)
     })
 }
 
@@ -142,7 +142,7 @@ fn scaled_transposed(
     check_scale(scale.dims(), &leading[..leading.len() - 1])?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
-    check("values_t", values_t.dims(), &turned(x.dims()), x.dims())?;
+    check("values_t", values_t.dims(), &transposed(x.dims()), x.dims())?;
     let format = format("values", values.dtype())?;
     let (values, amax) = (bits("values", values, format)?, amax.into_slice());
     let values_t = bits("values_t", values_t, format)?;

@@ -9,7 +9,7 @@ use xentile_cuda::fp8_quantize::{
 use xentile_cuda::norm::Weight;
 use xla_ffi::{Context, Decoder, Parameter, Result, Stage};
 
-use super::{Options, check, check_format, check_scale, format, shape, shape_scales, turned};
+use super::{Options, check, check_format, check_scale, format, shape, shape_scales, transposed};
 use crate::arguments::invalid;
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::norm::cuda::{check_dtype, run};
@@ -104,11 +104,11 @@ fn quantize_transposed(
     let Options { blocks, power_of_two } = options;
     let shape = shape(x.dims(), 2)?;
     let dtype = to_dtype("x", x.dtype())?;
-    let turned = turned(x.dims());
+    let transposed = transposed(x.dims());
     check("values", values.dims(), x.dims(), x.dims())?;
     check("scales", scales.dims(), &shape_scales(x.dims(), blocks), x.dims())?;
-    check("values_t", values_t.dims(), &turned, x.dims())?;
-    check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
+    check("values_t", values_t.dims(), &transposed, x.dims())?;
+    check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), x.dims())?;
     let format = format("values", values.dtype())?;
     check_format("values_t", values_t.dtype(), format)?;
     let Some(shape) = shape else {
@@ -220,9 +220,9 @@ fn gated(
         ..Operands::of(x.as_ptr())
     };
     if let Some((values_t, scales_t)) = transposed {
-        let turned = turned(y);
-        check("values_t", values_t.dims(), &turned, y)?;
-        check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), y)?;
+        let transposed = transposed(y);
+        check("values_t", values_t.dims(), &transposed, y)?;
+        check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), y)?;
         check_format("values_t", values_t.dtype(), format)?;
         operands.values_t = values_t.as_ptr().cast();
         operands.scales_t = scales_t.as_ptr().cast();
@@ -356,9 +356,9 @@ fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
         ..Operands::of(x.as_ptr())
     };
     if let Some((values_t, scales_t)) = &transposed {
-        let turned = turned(x.dims());
-        check("values_t", values_t.dims(), &turned, x.dims())?;
-        check("scales_t", scales_t.dims(), &shape_scales(&turned, blocks), x.dims())?;
+        let transposed = transposed(x.dims());
+        check("values_t", values_t.dims(), &transposed, x.dims())?;
+        check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), x.dims())?;
         check_format("values_t", values_t.dtype(), format)?;
         operands.values_t = values_t.as_ptr().cast();
         operands.scales_t = scales_t.as_ptr().cast();
@@ -425,7 +425,7 @@ fn scaled_transposed(
     check_scale(scale.dims(), &leading[..leading.len() - 1])?;
     check("values", values.dims(), x.dims(), x.dims())?;
     check("amax", amax.dims(), leading, x.dims())?;
-    check("values_t", values_t.dims(), &turned(x.dims()), x.dims())?;
+    check("values_t", values_t.dims(), &transposed(x.dims()), x.dims())?;
     let format = format("values", values.dtype())?;
     check_format("values_t", values_t.dtype(), format)?;
     let Some(shape) = shape else {

@@ -19,7 +19,7 @@ target_list! {
 
     super::QK_NORM_FORWARD: fn xentile_qk_norm_rope_forward_cuda,
         initialize xentile_qk_norm_rope_forward_cuda_initialize = forward(
-        q, k, q_weight, k_weight, indices, cos, sin, q_turned, k_turned, q_rstd, k_rstd, options,
+        q, k, q_weight, k_weight, indices, cos, sin, q_rotated, k_rotated, q_rstd, k_rstd, options,
         context,
     );
     super::QK_NORM_BACKWARD: fn xentile_qk_norm_rope_backward_cuda,
@@ -52,15 +52,15 @@ fn forward(
     indices: Indices,
     cos: Floats,
     sin: Floats,
-    q_turned: AnyMut,
-    k_turned: AnyMut,
+    q_rotated: AnyMut,
+    k_rotated: AnyMut,
     q_rstd: FloatsMut,
     k_rstd: FloatsMut,
     options: Options,
     context: Context,
 ) -> Result {
     let pass = prepare([q, k], [q_weight, k_weight], indices, [cos, sin], options)?;
-    check_results([q, k], ["q", "k"], [("q_turned", &q_turned), ("k_turned", &k_turned)])?;
+    check_results([q, k], ["q", "k"], [("q_rotated", &q_rotated), ("k_rotated", &k_rotated)])?;
     check_heads([q, k], [q_rstd.dims(), k_rstd.dims()])?;
     if q.elements() + k.elements() == 0 {
         return Ok(());
@@ -70,7 +70,7 @@ fn forward(
         weight: [q_weight, k_weight].map(|one| one.as_ptr().cast_const()),
         indices: indices.as_ptr().cast_const().cast(),
         tables: [cos, sin].map(|one| one.as_ptr().cast_const().cast()),
-        y: [q_turned.as_ptr(), k_turned.as_ptr()],
+        y: [q_rotated.as_ptr(), k_rotated.as_ptr()],
         rstd: [q_rstd.as_ptr().cast(), k_rstd.as_ptr().cast()],
     };
     run(

@@ -172,8 +172,8 @@ pub(crate) fn headline(problem: &Problem) -> String {
         _ => String::new(),
     };
     let (format, granularity) = (options(problem).format, problem.word("granularity"));
-    let turned = if problem.flag("transposed") { ", with the transposed copy" } else { "" };
-    format!("{} to {format}, {granularity}{block}{turned}", problem.dtype)
+    let transposed = if problem.flag("transposed") { ", with the transposed copy" } else { "" };
+    format!("{} to {format}, {granularity}{block}{transposed}", problem.dtype)
 }
 
 /// Tolerances of quantisation.
@@ -257,11 +257,11 @@ impl<S: Entries> Quantized<S> {
     ) -> Result<Self> {
         let shape = letters.shape(problem)?;
         let sides = if problem.flag("transposed") { &[false, true][..] } else { &[false] };
-        let side = |&is_turned: &bool| Side {
+        let side = |&is_transposed: &bool| Side {
             options: options(problem),
             blocks: blocks(problem),
-            is_turned,
-            shape: if is_turned { shape.transposed() } else { shape },
+            is_transposed,
+            shape: if is_transposed { shape.transposed() } else { shape },
             scales: Vec::new(),
             tolerances: tolerances.clone(),
         };
@@ -317,7 +317,7 @@ struct Side {
     options: Fp8Quantize,
     /// None for one scale.
     blocks: Option<Blocks>,
-    is_turned: bool,
+    is_transposed: bool,
     /// The shape after transposition.
     shape: QuantizeShape,
     /// The intervals of the blocks' scales.
@@ -336,14 +336,14 @@ struct Expected {
 impl Side {
     /// Names of values, of scales, and of the metrics of the dequantised matrix.
     fn names(&self) -> [&'static str; 3] {
-        match self.is_turned {
+        match self.is_transposed {
             false => ["values", "scales", "dequantised"],
             true => ["transposed", "transposed_scales", "transposed_dequantised"],
         }
     }
 
     fn at(&self, entries: &impl Entries, row: usize, column: usize) -> [f32; 2] {
-        entries.at(match self.is_turned {
+        entries.at(match self.is_transposed {
             false => row * self.shape.columns() + column,
             true => column * self.shape.rows() + row,
         })
@@ -516,7 +516,7 @@ mod tests {
         Side {
             options: Fp8Quantize { format: Format::E4M3Fn, power_of_two },
             blocks: Some(Blocks { rows: 1, columns: Some(2) }),
-            is_turned: false,
+            is_transposed: false,
             shape: QuantizeShape::new(1, 1, 6).unwrap(),
             scales: Vec::new(),
             tolerances: Tolerances::new(tolerances),

@@ -116,7 +116,7 @@ pub trait Rows: Sync {
     fn row(&self, first: usize, expected: &[f64], bound: Bound<'_>);
 }
 
-/// Is told what results should be.
+/// Receives the expected results.
 pub trait Visitor {
     /// The results that a kernel gave.
     fn found(&self) -> &Arrays<'_>;

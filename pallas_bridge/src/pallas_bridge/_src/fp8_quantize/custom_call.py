@@ -98,10 +98,10 @@ def scaled_transposed(options: Options, x: jax.Array, scale: jax.Array) -> tuple
         values, most = scaled(options, x, scale)
         return values, most, jnp.swapaxes(values, -1, -2)
     dense = Bound(reference.scaled_transposed, options)
-    values, most, turned = _bind(
+    values, most, transposed = _bind(
         options, "_scaled_transposed", x, scale, dense=dense, is_whole=True
     )
-    return values, jnp.max(most, initial=0), turned
+    return values, jnp.max(most, initial=0), transposed
 
 
 def _parts(x: jax.Array) -> jax.Array:

@@ -132,12 +132,12 @@ def _composed(
     _: jax.Array,
     *tables: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    turned, found = [], []
+    rotated, found = [], []
     for x, weight in ((q, q_weight), (k, k_weight)):
         y, _, rstd = norm_call.norm(options.norm, x, weight)
-        turned.append(rope_call.rope(options.rope, y, *tables))
+        rotated.append(rope_call.rope(options.rope, y, *tables))
         found.append(rstd)
-    return *turned, *found
+    return *rotated, *found
 
 
 def _backward(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -177,8 +177,8 @@ def _of_one(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of q alone, or of k, and of its weight."""
     back = replace(options.rope, inverse=not options.rope.inverse)
-    turned = rope_call.rope(back, dy, cos, sin)
-    dx, dweight = norm_call.backward(options.norm, x, weight, (rstd,), turned)
+    rotated = rope_call.rope(back, dy, cos, sin)
+    dx, dweight = norm_call.backward(options.norm, x, weight, (rstd,), rotated)
     return dx, dweight
 
 
@@ -189,15 +189,15 @@ def _qk_norm_rope(options: Both, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @partial(_qk_norm_rope.defjvp, symbolic_zeros=True)
 def _jvp(options: Both, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    *turned, q_rstd, k_rstd = map(OPERATION.named, _forward(options, *primals))
+    *rotated, q_rstd, k_rstd = map(OPERATION.named, _forward(options, *primals))
     moving = [linear.given(one) for one in tangents[:4]]
     if all(one is None for one in moving):
-        return (*turned,), tuple(map(jnp.zeros_like, turned))
+        return (*rotated,), tuple(map(jnp.zeros_like, rotated))
     residuals = (*primals[:4], q_rstd, k_rstd, *primals[4:])
     apply, transpose = Bound(_apply, options), Bound(_transpose, options)
     dims = ((*GIVEN, *RSTD, *TABLES[options.has_one_table]), GIVEN)
-    found = linear.bind(apply, transpose, residuals, moving, turned, dims)
-    return (*turned,), tuple(found)
+    found = linear.bind(apply, transpose, residuals, moving, rotated, dims)
+    return (*rotated,), tuple(found)
 
 
 def _apply(options: Both, residuals: Any, tangents: Any) -> Sequence[jax.Array]:

@@ -17,12 +17,12 @@ def rotate(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
     cos, sin = cos[..., None, :], sin[..., None, :]
     if options.inverse:
         sin = -sin
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    rotary, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if options.interleaved:
-        both = turned.reshape(*x.shape[:-1], pairs, 2)
+        both = rotary.reshape(*x.shape[:-1], pairs, 2)
         first, second = both[..., 0], both[..., 1]
     else:
-        first, second = turned[..., :pairs], turned[..., pairs:]
+        first, second = rotary[..., :pairs], rotary[..., pairs:]
     first, second = wide(first), wide(second)
     cos, sin = (match_rank(one, first).astype(first.dtype) for one in (cos, sin))
     results = [
@@ -30,6 +30,6 @@ def rotate(options: Options, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
         (second * cos + first * sin).astype(x.dtype),
     ]
     if options.interleaved:
-        results = [jnp.stack(results, axis=-1).reshape(turned.shape)]
+        results = [jnp.stack(results, axis=-1).reshape(rotary.shape)]
     y: jax.Array = jnp.concatenate([*results, rest], axis=-1)
     return y

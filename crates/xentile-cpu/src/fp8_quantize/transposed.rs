@@ -22,7 +22,7 @@ pub(super) enum Scales {
 
 /// Tiles `first` to `end` of `tile` rows and columns, `tiles` of them down and across a matrix. Whoever makes
 /// one vouches that they are the task's alone, and that all pointers lead to as much as they must.
-pub(crate) struct Turned<'a, E> {
+pub(crate) struct Transposed<'a, E> {
     pub(super) arrays: &'a Arrays<E>,
     pub(super) tile: usize,
     pub(super) tiles: [usize; 2],
@@ -65,7 +65,7 @@ impl<E: Element> Job for ColumnScales<'_, E> {
     }
 }
 
-impl<E: Element> Job for Turned<'_, E> {
+impl<E: Element> Job for Transposed<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -77,7 +77,7 @@ impl<E: Element> Job for Turned<'_, E> {
     }
 }
 
-impl<E: Element> Turned<'_, E> {
+impl<E: Element> Transposed<'_, E> {
     #[inline(always)]
     fn each<S: Simd, const E5M2: bool>(self, s: S) {
         let shape = self.arrays.shape;
@@ -128,7 +128,7 @@ impl<E: Element> Turned<'_, E> {
                     let [down, across] = self.tiles;
                     let first = tile.matrix * down * across;
                     *arrays.numbers.add(first + at[0] * across + at[1]) = scale;
-                    *arrays.turned_scales.add(first + at[1] * down + at[0]) = scale;
+                    *arrays.transposed_scales.add(first + at[1] * down + at[0]) = scale;
                     return Some(scale);
                 }
                 Scales::OfRows { block, are_there: false } => {
@@ -155,7 +155,7 @@ impl<E: Element> Turned<'_, E> {
     unsafe fn part<S: Simd, const E5M2: bool>(&self, s: S, part: Part, scale: Option<f32>) {
         let arrays = self.arrays;
         let [rows, columns] = [arrays.shape.rows(), arrays.shape.columns()];
-        // Transposed values, before they are turned.
+        // Transposed values, before they are transposed.
         let mut straight = [[0_u8; TILE]; TILE];
         // SAFETY: the caller's; buffers hold a part.
         unsafe {
@@ -171,7 +171,7 @@ impl<E: Element> Turned<'_, E> {
                     // Where the chunk has it.
                     let chunk = column / S::CHUNK * S::CHUNK;
                     of_columns[chunk + S::place::<E>(column - chunk)] =
-                        1.0 / *arrays.turned_scales.add(number + part.row / block);
+                        1.0 / *arrays.transposed_scales.add(number + part.row / block);
                 }
             }
             for (row, straight) in straight.iter_mut().enumerate().take(part.rows) {
@@ -206,7 +206,7 @@ impl<E: Element> Turned<'_, E> {
                 }
             }
             let first = (part.matrix * columns + part.column) * rows + part.row;
-            turn(&straight, [part.rows, part.columns], arrays.turned.add(first), rows);
+            turn(&straight, [part.rows, part.columns], arrays.transposed.add(first), rows);
         }
     }
 }
@@ -250,7 +250,8 @@ unsafe fn column_scales<S: Simd, E: Element>(s: S, arrays: &Arrays<E>, part: Par
                 }
                 let number =
                     (part.matrix * arrays.shape.columns() + part.column + index + column) * down;
-                *arrays.turned_scales.add(number + part.row / block) = arrays.options.scale(amax);
+                *arrays.transposed_scales.add(number + part.row / block) =
+                    arrays.options.scale(amax);
             }
             index += count;
         }
@@ -287,7 +288,7 @@ unsafe fn turn(from: &[[u8; TILE]; TILE], extents: [usize; 2], to: *mut u8, step
     }
 }
 
-/// Rows and columns of a block of bytes that is turned at once.
+/// Rows and columns of a block of bytes that is transposed at once.
 const BLOCK: usize = 16;
 
 /// Puts the transposed of a block in its place: by four rounds of interleaving rows that are half of all
@@ -332,12 +333,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_turned() {
+    fn blocks_are_transposed() {
         let rows: [[u8; BLOCK]; BLOCK] =
             std::array::from_fn(|row| std::array::from_fn(|column| (row * BLOCK + column) as u8));
-        let mut turned = rows;
-        turn_block(&mut turned);
-        for (column, bytes) in turned.iter().enumerate() {
+        let mut transposed = rows;
+        turn_block(&mut transposed);
+        for (column, bytes) in transposed.iter().enumerate() {
             for (row, byte) in bytes.iter().enumerate() {
                 assert_eq!(*byte, rows[row][column]);
             }

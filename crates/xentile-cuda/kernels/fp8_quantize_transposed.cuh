@@ -15,9 +15,9 @@ enum class Scales {
   kOfRuns,     // made here, of rows and columns of a tile
   kOfSquares,  // made here, of a tile
   kGiven,      // given; amax of rows are added to numbers, which are zeros before
-  kNone,       // amax of rows and columns are added to numbers and turned_scales, which are zeros before
-  kBoth,       // numbers and turned_scales, of whole rows and columns
-  kThere,      // turned_scales, of blocks of any rows; and there are no values
+  kNone,       // amax of rows and columns are added to numbers and transposed_scales, which are zeros before
+  kBoth,       // numbers and transposed_scales, of whole rows and columns
+  kThere,      // transposed_scales, of blocks of any rows; and there are no values
 };
 
 template <class E>
@@ -31,7 +31,7 @@ struct TurnedShared {
 };
 
 template <class E, Scales kScales, bool kE5M2, bool kAligned, class Source = Plain<E>>
-struct Turned {
+struct Transposed {
   static constexpr int kPer = kPerVector<E>;
   static constexpr int kRows = 8;  // of a thread
   static constexpr uint32_t kTile = kFp8Tile;
@@ -51,13 +51,13 @@ struct Turned {
   uint32_t lane, group;  // units of a tile's row, and rows
   int rows, columns;     // from the thread's first ones to the matrix's end
 
-  __device__ Turned(const Arguments& arguments, const Source& of)
-      : Turned(arguments, of,
+  __device__ Transposed(const Arguments& arguments, const Source& of)
+      : Transposed(arguments, of,
                static_cast<int>(place_in_grid(kScales == Scales::kGiven ||
                                               kScales == Scales::kBoth))) {}
 
   // Of the tile with a number, row by row.
-  __device__ Turned(const Arguments& arguments, const Source& of, int tile)
+  __device__ Transposed(const Arguments& arguments, const Source& of, int tile)
       : a(arguments), source(of) {
     down = static_cast<int>(ceil_div(a.rows, kTile));
     across = static_cast<int>(ceil_div(a.columns, kTile));
@@ -85,14 +85,14 @@ struct Turned {
     const int64_t of = min(int64_t{column} + lane * kPer + j, a.columns - 1);
     const int64_t blocks_across = ceil_div(a.columns, a.block_columns);
     const int64_t block = a.block_columns == 1 ? of : quotient_of(of, a.block_columns);
-    return a.turned_scales + (matrix * blocks_across + block) * blocks_down;
+    return a.transposed_scales + (matrix * blocks_across + block) * blocks_down;
   }
 
   // Writes columns of the tile, rows of the transposed copy.
-  __device__ void store_turned(const uint2* tile) const {
+  __device__ void store_transposed(const uint2* tile) const {
     const int left = static_cast<int>(min(a.columns - column, int64_t{kTile}));
     const int rows_here = static_cast<int>(min(a.rows - row, int64_t{kTile}));
-    uint8_t* to = a.turned + (matrix * a.columns + column) * a.rows + row;
+    uint8_t* to = a.transposed + (matrix * a.columns + column) * a.rows + row;
     if (a.rows % 16 == 0) {
       const uint4* vectors = reinterpret_cast<const uint4*>(tile);
 #pragma unroll
@@ -187,7 +187,7 @@ struct Turned {
       if (threadIdx.x == 0) {
         const int64_t first = matrix * down * across;
         a.numbers[first + tile_down * across + tile_across] = scale;
-        a.turned_scales[first + tile_across * down + tile_down] = scale;
+        a.transposed_scales[first + tile_across * down + tile_down] = scale;
       }
       by_all = reciprocal(scale);
 #pragma unroll
@@ -244,7 +244,7 @@ struct Turned {
                      four_values<kE5M2>(found[4], found[5], found[6], found[7]));
     }
     __syncthreads();
-    store_turned(tile);
+    store_transposed(tile);
   }
 
   // Scales of columns, or their amax, a thread each, of the largest magnitudes of each warp.
@@ -256,11 +256,11 @@ struct Turned {
     }
     const int64_t of = column + threadIdx.x;
     if constexpr (kScales == Scales::kNone) {
-      if (of < a.columns) add_amax(a.turned_scales + matrix * a.columns + of, amax);
+      if (of < a.columns) add_amax(a.transposed_scales + matrix * a.columns + of, amax);
       return;
     }
     const float scale = scale_of(a, amax);
-    if (of < a.columns) a.turned_scales[(matrix * a.columns + of) * down + tile_down] = scale;
+    if (of < a.columns) a.transposed_scales[(matrix * a.columns + of) * down + tile_down] = scale;
     reciprocals[threadIdx.x] = reciprocal(scale);
   }
 
