@@ -151,7 +151,7 @@ def _dense_forward(call: Call, *arrays: jax.Array) -> list[jax.Array]:
     leading, arrays = _with_one_batch(arrays)
     o, state, saved = call.program(arrays).forward(*arrays)
     # A state before a group, of g b h r k v, is that after the group before.
-    after = jnp.concatenate([saved[1:], state.reshape(1, *saved.shape[1:])])
+    after = jnp.concatenate([saved[1:], state.reshape(saved.shape[1:])[None]])
     states = jnp.moveaxis(after, 0, 3).reshape(*state.shape[:2], call.groups, *state.shape[2:])
     return _with_axes(leading, [o, states, *_scratch(call, False, arrays)])
 
@@ -161,7 +161,7 @@ def _dense_backward(call: Call, *every: jax.Array) -> list[jax.Array]:
     heads = arrays[0].shape[2]
     batch, all_heads, groups, *rest = states.shape
     after = jnp.moveaxis(states.reshape(batch, heads, all_heads // heads, groups, *rest), 3, 0)
-    saved = jnp.concatenate([arrays[-1].reshape(1, *after.shape[1:]), after[:-1]])
+    saved = jnp.concatenate([arrays[-1].reshape(after.shape[1:])[None], after[:-1]])
     found = call.program(arrays).backward(arrays, saved, do, dstate)
     return _with_axes(leading, [*found, *_scratch(call, True, arrays)])
 
