@@ -56,8 +56,8 @@ def measure(form: str, shape: str, seconds: float) -> Row:
         forward = partial(function, implementation=implementation)
 
         def both(*arrays: Any, forward: Callable[..., Any] = forward) -> Any:
-            y, pull = jax.vjp(forward, *arrays)
-            return y, pull(cotangent)
+            y, vjp = jax.vjp(forward, *arrays)
+            return y, vjp(cotangent)
 
         programs[f"{name}, forward"], programs[f"{name}, both"] = forward, both
     compiled = {name: jax.jit(one).lower(*arrays).compile() for name, one in programs.items()}

@@ -53,8 +53,8 @@ def compiled(name: str, part: str, shape: tuple[int, ...]) -> harness.Start:
         ]
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
-        o, pull = jax.vjp(partial(attention, name), q, k, v)
-        return o, pull(do)
+        o, vjp = jax.vjp(partial(attention, name), q, k, v)
+        return o, vjp(do)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> Any:
         return attention(name, q, k, v)

@@ -132,8 +132,8 @@ def compiled(
     dy = draw(0, shape.tokens, shape.width)
 
     def both(dy: Any, *arrays: Any) -> Any:
-        y, pull = jax.vjp(block, *arrays)
-        return y, pull(dy)
+        y, vjp = jax.vjp(block, *arrays)
+        return y, vjp(dy)
 
     function, given = (both, (dy, *arrays)) if which == "both" else (block, (*arrays,))
     program = jax.jit(function).lower(*given).compile()

@@ -103,8 +103,8 @@ def pulled(function: Any, arrays: Any, dy: Any) -> tuple[Any, Any]:
     """What a function gives, and its gradients."""
 
     def run(arrays: Any, dy: Any) -> Any:
-        y, pull = jax.vjp(function, *arrays)
-        return y, pull(dy)
+        y, vjp = jax.vjp(function, *arrays)
+        return y, vjp(dy)
 
     found: tuple[Any, Any] = jax.jit(run)(arrays, dy)
     return found
@@ -252,8 +252,8 @@ def test_second_derivatives_of_two_arrays(rng: np.random.Generator) -> None:
 def test_what_backward_keeps(rng: np.random.Generator) -> None:
     x, up = draw(rng, "bfloat16", 6, 64), draw(rng, "bfloat16", 6, 64)
     for function, arrays in ((gelu, (x,)), (swiglu, (x,)), (swiglu, (x, up))):
-        _, pull = jax.vjp(function, *arrays)
-        kept = [one for one in jax.tree.leaves(pull) if getattr(one, "size", 0) > 1]
+        _, vjp = jax.vjp(function, *arrays)
+        kept = [one for one in jax.tree.leaves(vjp) if getattr(one, "size", 0) > 1]
         assert sorted(one.shape for one in kept) == [(6, 64)] * len(arrays)
         assert all(one.dtype == jnp.bfloat16 for one in kept)
 

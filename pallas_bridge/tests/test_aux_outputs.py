@@ -106,19 +106,19 @@ def test_special_tokens(rng: np.random.Generator) -> None:
     f = partial(cross_entropy_per_token, temperature=0.5, return_entropy=True, return_correct=True)
     q = rng.normal(size=8).astype(np.float32)
     q[6] = 0
-    (entropy, correct), pull = jax.vjp(lambda x: f(x, y)[2:], x)
+    (entropy, correct), vjp = jax.vjp(lambda x: f(x, y)[2:], x)
     zero = np.zeros(8, jax.dtypes.float0)
     assert_tokens("entropy", entropy, oracle.entropy(), oracle.size)
     assert not np.asarray(correct)[1:6].any()
-    assert_gradient(pull((q, zero))[0], oracle.gradient(0, q=q), 4 * q, size=4096.0)
+    assert_gradient(vjp((q, zero))[0], oracle.gradient(0, q=q), 4 * q, size=4096.0)
     *_, logps = cross_entropy(x, y, columns=columns)
     assert logps[0, 0] == -np.inf and np.isnan(logps[0, 1]) and (logps[5] == 0).all()
     # A masked column's gradient, and one's that there is not, are that of -lse.
     expected = oracle.gradient(0, k=-3)[:1]
     for implementation in (None, "reference"):
         g = partial(cross_entropy_per_token, temperature=0.5, implementation=implementation)
-        _, pull = jax.vjp(lambda x, g=g: g(x, y, columns=columns)[2][0], x)
-        found = pull(jnp.array([1, 2], jnp.float32))[0][:1]
+        _, vjp = jax.vjp(lambda x, g=g: g(x, y, columns=columns)[2][0], x)
+        found = vjp(jnp.array([1, 2], jnp.float32))[0][:1]
         assert_gradient(found, expected, 3, size=4096.0)
         assert (found[0, ::2] == 0).all()
 
@@ -272,8 +272,8 @@ def test_bits_do_not_depend_on_how_many_tokens_there_are(
             loss, logps, lse, entropy, correct, column_logps = found
             return (loss, logps, lse, entropy, column_logps), correct
 
-        outputs, pull, correct = jax.vjp(f, x, has_aux=True)
-        return outputs, correct, pull((*cotangents.T, of_columns))
+        outputs, vjp, correct = jax.vjp(f, x, has_aux=True)
+        return outputs, correct, vjp((*cotangents.T, of_columns))
 
     arrays = x, y, columns, cotangents, of_columns
     whole = jax.tree.leaves(run(*arrays))
@@ -351,8 +351,8 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
     # As one program: op by op each would be compiled by itself.
     def pulled(f: Any) -> Any:
         def both(*arrays: Any) -> Any:
-            outputs, pull = jax.vjp(f, *arrays)
-            return outputs, pull(cotangents)
+            outputs, vjp = jax.vjp(f, *arrays)
+            return outputs, vjp(cotangents)
 
         return jax.jit(both)(hidden, weight, b)
 
@@ -393,12 +393,12 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
         )(x, y, columns)
 
     def pulled(run: Any, x: Any, *others: Any) -> Any:
-        outputs, pull = jax.vjp(lambda x: run(x, *others), x)
+        outputs, vjp = jax.vjp(lambda x: run(x, *others), x)
         cotangents = [
             np.zeros(one.shape, jax.dtypes.float0) if one.dtype == bool else jnp.cos(one)
             for one in outputs
         ]
-        return outputs, pull(tuple(cotangents))[0]
+        return outputs, vjp(tuple(cotangents))[0]
 
     whole = partial(cross_entropy_per_token, implementation="reference", **ASKED, **options)
     outputs, gradient = pulled(lambda x, y, columns: whole(x, y, columns=columns), x, y, columns)
@@ -449,7 +449,7 @@ def test_a_weight_over_devices(
         return f(h, w, y, bias=b, columns=columns)
 
     def pulled(run: Any, c: Any, h: Any, w: Any, b: Any, *others: Any) -> Any:
-        found, pull = jax.vjp(lambda *moving: run(*moving, *others), h, w, b)
+        found, vjp = jax.vjp(lambda *moving: run(*moving, *others), h, w, b)
         c = [
             np.zeros(one.shape, jax.dtypes.float0)
             if one.dtype == bool
@@ -457,7 +457,7 @@ def test_a_weight_over_devices(
             else c[:, 4:]
             for n, one in enumerate(found)
         ]  # fmt: skip
-        return found, pull(tuple(c))
+        return found, vjp(tuple(c))
 
     arrays = hidden, weight, bias, y, columns
     whole = partial(outputs, partial(f, implementation="reference"))

@@ -64,10 +64,10 @@ def compute_outputs(
     @jax.jit
     def of(x: Any, w: Any, y: Any, g: Any, columns: Any) -> dict[str, Any]:
         known = {**more, "columns": columns, "return_lse": True}
-        outputs, pull = jax.vjp(lambda x: run(x, w, y, **known), x)
+        outputs, vjp = jax.vjp(lambda x: run(x, w, y, **known), x)
         given = jnp.broadcast_to(g[:, None], (len(g), 3))
         others = [given if one.ndim > 1 else g for one in outputs[3:]]
-        dhidden = pull((g, -g, 0.5 * g, *others))[0]
+        dhidden = vjp((g, -g, 0.5 * g, *others))[0]
         weighted = partial(linear_cross_entropy, reduction="sum", weights=g, batch_invariant=True)
         of_sum = jax.grad(lambda x: weighted(x, w, y))(x)
         loss, logps, lse, *more_of_it = outputs

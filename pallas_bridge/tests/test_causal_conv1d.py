@@ -109,8 +109,8 @@ def test_kernels_agree_with_the_reference(tokens: int, flags: Any, dtype: str) -
 
     found = []
     for implementation in (None, "reference"):
-        results, pull = jax.vjp(lambda *given, of=implementation: run(of, *given), *arrays)
-        found.append([*results, *pull((dy, jnp.ones_like(results[1])))])
+        results, vjp = jax.vjp(lambda *given, of=implementation: run(of, *given), *arrays)
+        found.append([*results, *vjp((dy, jnp.ones_like(results[1])))])
     for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         close = {"rtol": ROUNDING[dtype], "atol": 3 * ROUNDING[dtype]}

@@ -138,8 +138,8 @@ def test_norms_positions_and_activations(rng: np.random.Generator, way: str, dty
             normed = rope(rms_norm(x, weight), interleaved=True)
             return gelu(normed, approximate=False) + jnp.concatenate([swiglu(normed)] * 2, -1)
 
-        y, pull = jax.vjp(block, x, weight)
-        return y, pull(dy)
+        y, vjp = jax.vjp(block, x, weight)
+        return y, vjp(dy)
 
     found = held(mesh, step, step, (x, dy, weight), (P("data"), P("data"), P()), dtype)
     assert {*found} == {"all-reduce"} and max(found.values()) <= WIDTH
@@ -154,7 +154,7 @@ def test_attention(rng: np.random.Generator, way: str, spec: Any, dtype: str) ->
     k, v = (jnp.asarray(rng.normal(size=(2, 256, 2, 64)), dtype) for _ in range(2))
 
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
-        return o, pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, vjp(do)
 
     assert not held(mesh, step, step, (q, k, v, do), [P(*spec)] * 4, dtype)

@@ -326,8 +326,8 @@ def test_what_is_not_finite_stays_in_its_segment(
                 **options,
             )
 
-        outputs, pull = jax.vjp(attend, q, k, v)
-        return *outputs, *pull((do, dlse))
+        outputs, vjp = jax.vjp(attend, q, k, v)
+        return *outputs, *vjp((do, dlse))
 
     run = jax.jit(both)
     expected = [np.asarray(one) for one in run(*clean)]

@@ -246,10 +246,10 @@ def test_a_gradient_pulled_twice(rng: np.random.Generator, dtype: str) -> None:
 
     @jax.jit
     def f(x: jax.Array, g: jax.Array) -> Any:
-        value, pull = jax.vjp(lambda x: cross_entropy(x, labels), x)
-        return value, pull(g), pull(2 * g), pull(value), pull(jnp.float32(1)), pull
+        value, vjp = jax.vjp(lambda x: cross_entropy(x, labels), x)
+        return value, vjp(g), vjp(2 * g), vjp(value), vjp(jnp.float32(1)), vjp
 
-    value, (half,), (one,), (by_loss,), (plain,), pull = f(logits, jnp.float32(0.5))
+    value, (half,), (one,), (by_loss,), (plain,), vjp = f(logits, jnp.float32(0.5))
     hold_loss(value, logits, labels)
     hold(half, logits, labels, 0.5)
     hold(one, logits, labels, 1.0)
@@ -258,7 +258,7 @@ def test_a_gradient_pulled_twice(rng: np.random.Generator, dtype: str) -> None:
     want = expected.gradient(float(value) * expected.factors("mean"))
     np.testing.assert_allclose(np.asarray(by_loss, np.float64), want, rtol=2**-7, atol=2**-23)
     # What is left in memory is the gradient for a factor of 1.
-    hold(pull(jnp.float32(1))[0], logits, labels, 1.0)
+    hold(vjp(jnp.float32(1))[0], logits, labels, 1.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

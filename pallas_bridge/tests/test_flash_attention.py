@@ -138,8 +138,8 @@ def run(q: Any, k: Any, v: Any, do: Any, dlse: Any, **options: Any) -> dict[str,
 
     @jax.jit
     def both(q: Any, k: Any, v: Any, sinks: Any, do: Any, dlse: Any) -> Any:
-        given, pull = jax.vjp(function, q, k, v, sinks)
-        return given, pull((do, dlse))
+        given, vjp = jax.vjp(function, q, k, v, sinks)
+        return given, vjp((do, dlse))
 
     (o, lse), (dq, dk, dv, dsinks) = both(q, k, v, sinks, do, dlse)
     assert o.dtype == dq.dtype == dk.dtype == dv.dtype == q.dtype and lse.dtype == jnp.float32
@@ -470,8 +470,8 @@ def test_batch_and_heads_cut_over_a_mesh(rng: np.random.Generator, spec: Any) ->
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
 
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *vjp(do)
 
     right = jax.jit(step)(q, k, v, do)
     placed = [jax.device_put(x, sharding) for x in (q, k, v, do)]
@@ -696,8 +696,8 @@ def test_what_runs_on_other_platforms(rng: np.random.Generator) -> None:
     q, k, v, do, _ = arrays(rng, "bfloat16", 1, (2, 1), (256, 256), (128, 128))
 
     def step(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, **options), q, k, v)
-        return o, *pull(do.astype(o.dtype))
+        o, vjp = jax.vjp(partial(flash_attention, **options), q, k, v)
+        return o, *vjp(do.astype(o.dtype))
 
     assert all(target in lowered(step, "cpu", q, k, v) for target in TARGETS)
     # Where there is no cuDNN, kernels of the library; without them, XLA's program.
@@ -730,8 +730,8 @@ def test_cudnn_is_taken(rng: np.random.Generator, dtype: str, options: Any) -> N
 
     @jax.jit
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, **options), q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, **options), q, k, v)
+        return o, *vjp(do)
 
     assert "__cudnn$fmha" in step.lower(q, k, v, do).as_text()
     zeros = jnp.zeros(q.shape[:3], jnp.float32)
@@ -749,8 +749,8 @@ def test_kernels_take_what_cudnn_saves(rng: np.random.Generator, dtype: str) -> 
 
     @jax.jit
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *vjp(do)
 
     text = step.lower(q, k, v, do).compile().as_text()
     assert "__cudnn$fmha" in text and TARGETS[0] not in text and TARGETS[1] in text
@@ -767,8 +767,8 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator, d
     segment_ids = np.sort(rng.integers(0, 4, (2, 384)), -1)
 
     def step(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, causal=True, **options), q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, causal=True, **options), q, k, v)
+        return o, *vjp(do)
 
     zeros, seen = jnp.zeros(q.shape[:3], jnp.float32), seen_by(384, 384, True, batch=2)
     same_segment = segment_ids[:, :, None] == segment_ids[:, None]
@@ -793,8 +793,8 @@ def test_kernels_are_taken_where_cudnn_lacks_options(rng: np.random.Generator, d
 def gradients(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
     """Returns o, dq, dk and dv of the library's kernels."""
     function = partial(flash_attention, implementation="custom_call", **options)
-    o, pull = jax.vjp(function, q, k, v)
-    return o, *pull(do)
+    o, vjp = jax.vjp(function, q, k, v)
+    return o, *vjp(do)
 
 
 @pytest.mark.only("cpu", "programs for platforms that are not there")
@@ -969,14 +969,14 @@ def test_cudnn_takes_in_its_backward_pass_what_its_forward_pass_saved(
     assert saving is not None
     o, statistics = saving.forward(*given)
     found = o, *saving.backward(*given, o, statistics, heads_first(do, 2))
-    right, pull = jax.vjp(stand_in, q, k, v)
-    for one, other in zip(found, (right, *pull(do)), strict=True):
+    right, vjp = jax.vjp(stand_in, q, k, v)
+    for one, other in zip(found, (right, *vjp(do)), strict=True):
         back = jnp.moveaxis(one.reshape(3, -1, 30, 8), 1, 2)
         np.testing.assert_array_equal(exact(back), exact(other))
 
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(flash_attention, q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(flash_attention, q, k, v)
+        return o, *vjp(do)
 
     assert lowered(step, "cuda", q, k, v, do).count("stablehlo.cosine") == 1
 
@@ -1007,8 +1007,8 @@ def test_programs_that_call_cudnn(
     q, k, v, do, _ = arrays(rng, "bfloat16", 2, (4, 2), (32, 32), (8, 8))
 
     def step(q: Any, k: Any, v: Any, do: Any) -> Any:
-        o, pull = jax.vjp(partial(flash_attention, causal=True), q, k, v)
-        return o, *pull(do)
+        o, vjp = jax.vjp(partial(flash_attention, causal=True), q, k, v)
+        return o, *vjp(do)
 
     given = [q, k, v, do]
     with contextlib.ExitStack() as stack:
@@ -1048,8 +1048,8 @@ def test_splash_attention(
     def function(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         return flash_attention(q, k, v, sinks=sinks, implementation="pallas", **options)
 
-    o, pull = jax.vjp(function, q, k, v, sinks)
-    dq, dk, dv, dsinks = pull(do)
+    o, vjp = jax.vjp(function, q, k, v, sinks)
+    dq, dk, dv, dsinks = vjp(do)
     found = {"o": o, "dq": dq, "dk": dk, "dv": dv}
     if sinks is not None:
         found["dsinks"] = dsinks

@@ -229,8 +229,8 @@ def test_bfloat16_is_as_near_as_the_separate_functions(rng: np.random.Generator)
         return pb.swiglu(pb.rms_norm(of["x"], of["norm"]) @ of["gate"]) @ of["down"]
 
     def pulled(function: Any) -> Any:
-        y, pull = jax.vjp(function, given)
-        return y, pull(cotangent)
+        y, vjp = jax.vjp(function, given)
+        return y, vjp(cotangent)
 
     for one, other in zip(
         jax.tree.leaves(pulled(together)), jax.tree.leaves(pulled(separate)), strict=True

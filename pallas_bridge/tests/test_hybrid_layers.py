@@ -159,8 +159,8 @@ def test_layers_are_those_of_transformers(
 
     @jax.jit
     def run(u: Any, weights: Any) -> Any:
-        y, pull = jax.vjp(lambda u, weights: nnx.merge(graph, weights)(u), u, weights)
-        return [y, *pull(jnp.asarray(cotangent))]
+        y, vjp = jax.vjp(lambda u, weights: nnx.merge(graph, weights)(u), u, weights)
+        return [y, *vjp(jnp.asarray(cotangent))]
 
     found, names = jax.tree.flatten_with_path(run(jnp.asarray(u), weights))[0], []
     for (path, one), other in zip(found, jax.tree.leaves(expected), strict=True):

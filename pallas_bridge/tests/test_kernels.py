@@ -35,8 +35,8 @@ def fused(x: jax.Array, y: jax.Array, **options: Any) -> tuple[jax.Array, jax.Ar
 def recompute(x: jax.Array, y: jax.Array, c: jax.Array, **options: Any) -> Any:
     """Outputs and gradient of the recomputing schedule, for cotangents [3, T]."""
     f = partial(cross_entropy_per_token, return_lse=True, **options)
-    outputs, pull = jax.vjp(lambda x: f(x, y), x)
-    return *outputs, *pull(tuple(c))
+    outputs, vjp = jax.vjp(lambda x: f(x, y), x)
+    return *outputs, *vjp(tuple(c))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_in_place_and_apart_give_the_same_bits(
             options: dict[str, Any] = {"donate_logits": donate, "z_loss": 1e-3}
             return cross_entropy(x, labels, reduction=reduction, **options).sum()
 
-        value, pull = jax.vjp(f, x)
-        return value, *pull(c)
+        value, vjp = jax.vjp(f, x)
+        return value, *vjp(c)
 
     c = jnp.float32(cotangent)
     apart = jax.jit(partial(run, donate=False))(logits, c)

@@ -123,8 +123,8 @@ def found_by(rule: str, arrays: Arrays, ids: Any = None, implementation: Any = N
     names = [name for name in ORDER if name in arrays]
     given = [arrays[name] for name in names]
     one = partial(call, rule, ids, implementation=implementation)
-    (o, state), pull = jax.vjp(one, *given)
-    gradients = pull((arrays["do"], arrays["dstate"]))
+    (o, state), vjp = jax.vjp(one, *given)
+    gradients = vjp((arrays["do"], arrays["dstate"]))
     named = {f"d{name}": one for name, one in zip(names, gradients, strict=True)}
     return {"o": o, "final state": state} | named
 
@@ -426,8 +426,8 @@ def test_a_sequence_over_devices(rng: np.random.Generator, rule: str, is_checked
     )
 
     def run(do: jax.Array, dstate: jax.Array, *given: jax.Array) -> Any:
-        found, pull = jax.vjp(partial(mapped, ids), *given)
-        return found, pull((do, dstate))
+        found, vjp = jax.vjp(partial(mapped, ids), *given)
+        return found, vjp((do, dstate))
 
     places = [NamedSharding(mesh, spec) for spec in (tokens, P(), *specs)]
     given = jax.device_put([arrays[name] for name in ("do", "dstate", *names)], places)

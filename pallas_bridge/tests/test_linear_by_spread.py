@@ -316,8 +316,8 @@ def test_bad_input_stays_where_it_is(
 
     numbers = jnp.array([jnp.nan, jnp.inf, jnp.nan], hidden.dtype)
     counts = (np.asarray(labels) != 7) & ~is_out
-    idle = hidden.at[jnp.array([200, 519, 140 if is_out[140] else 519]), 5].set(numbers)
-    for actual, want in zip(of(idle, weight), of(hidden, weight), strict=True):
+    masked = hidden.at[jnp.array([200, 519, 140 if is_out[140] else 519]), 5].set(numbers)
+    for actual, want in zip(of(masked, weight), of(hidden, weight), strict=True):
         np.testing.assert_array_equal(actual, want)
 
     # A token that counts keeps its NaN, in whichever chunk it is.

@@ -136,12 +136,12 @@ def test_tokens_with_cotangents_of_their_own(
     limit = None if budget is None else BUDGETS_WITH_BIAS[budget]
     f = partial(linear_cross_entropy_per_token, return_lse=True, max_scratch_bytes=limit, **options)
     cotangents = tuple(jnp.asarray(rng.normal(size=(3, TOKENS)), jnp.float32))
-    outputs, pull = jax.vjp(lambda x, w, b: f(x, w, labels, bias=b), hidden, weight, bias)
+    outputs, vjp = jax.vjp(lambda x, w, b: f(x, w, labels, bias=b), hidden, weight, bias)
     exact = Exact(hidden, weight, bias, labels, **options)
     for name, actual in zip(("loss", "logps", "lse"), outputs, strict=True):
         np.testing.assert_allclose(actual, exact.oracle.__dict__[name], rtol=1e-5, atol=2e-5)
     given = [np.asarray(one, np.float64) for one in cotangents]
-    for actual, want in zip(pull(cotangents), exact.gradients(0, *given), strict=True):
+    for actual, want in zip(vjp(cotangents), exact.gradients(0, *given), strict=True):
         assert error(actual, want) < 2e-5
 
 
@@ -339,8 +339,8 @@ def test_special_tokens(rng: np.random.Generator, budget: str | None, dtype: str
     f = partial(
         linear_cross_entropy_per_token, return_lse=True, ignore_index=7, max_scratch_bytes=limit
     )
-    outputs, pull = jax.vjp(lambda x: f(x, weight, jnp.asarray(y)), jnp.asarray(x))
-    (gradient,) = pull(tuple(jnp.ones((3, TOKENS))))
+    outputs, vjp = jax.vjp(lambda x: f(x, weight, jnp.asarray(y)), jnp.asarray(x))
+    (gradient,) = vjp(tuple(jnp.ones((3, TOKENS))))
     loss, logps, lse = map(np.asarray, outputs)
     assert np.isnan(loss[:4]).all() and np.isnan(logps[:4]).all()
     assert np.isfinite(lse[:3]).all() and np.isnan(lse[3]) and np.isnan(lse[5])
@@ -502,8 +502,8 @@ def test_logits_that_a_cpu_hands_over(
     one, other = (jnp.asarray(rng.normal(size=300), jnp.float32) for _ in range(2))
 
     def both(x: Any, w: Any, b: Any) -> Any:
-        _, pull = jax.vjp(partial(f, **how), x, w, b)
-        return pull(one), pull(other)
+        _, vjp = jax.vjp(partial(f, **how), x, w, b)
+        return vjp(one), vjp(other)
 
     # A second backward pass finds what the first one found, though that wrote over it.
     compiled = jax.jit(both).lower(hidden, weight, bias).compile()

@@ -130,12 +130,12 @@ def check(rng: np.random.Generator, case: Case) -> None:
     @jax.jit
     def everything(x: Any, w: Any, b: Any) -> Any:
         per_token = partial(linear_cross_entropy_per_token, labels=labels, **how)
-        outputs, pull = jax.vjp(lambda *of: per_token(of[0], of[1], bias=of[2]), x, w, b)
+        outputs, vjp = jax.vjp(lambda *of: per_token(of[0], of[1], bias=of[2]), x, w, b)
         reduced = partial(linear_cross_entropy, labels=labels, weights=weights, **how)
         value, again = jax.value_and_grad(lambda of: 0.75 * reduced(of[0], of[1], bias=of[2])[0])(
             (x, w, b)
         )
-        return outputs, pull(cotangents), value, again
+        return outputs, vjp(cotangents), value, again
 
     outputs, gradients, value, of_mean = everything(hidden, weight, bias)
     for name, actual in zip(("loss", "logps", "lse"), outputs, strict=True):
@@ -194,10 +194,10 @@ def test_special_tokens(rng: np.random.Generator) -> None:
     f = partial(
         linear_cross_entropy_per_token, return_lse=True, ignore_index=7, implementation="pallas"
     )
-    outputs, pull = jax.vjp(
+    outputs, vjp = jax.vjp(
         lambda x, w, b: f(x, w, jnp.asarray(y), bias=b), jnp.asarray(x), weight, jnp.asarray(b)
     )
-    gradient, _, of_bias = map(np.asarray, pull(tuple(jnp.ones((3, tokens)))))
+    gradient, _, of_bias = map(np.asarray, vjp(tuple(jnp.ones((3, tokens)))))
     loss, logps, lse = map(np.asarray, outputs)
     assert np.isnan(loss[:4]).all() and np.isnan(logps[:4]).all()
     assert np.isfinite(lse[:3]).all() and np.isnan(lse[3]) and np.isnan(lse[5])
@@ -246,11 +246,11 @@ def test_bad_input_stays_where_it_is(
 
     usual, losses = f(hidden, weight)
     # Tokens that take no part, two of them ignored and one with a factor of 0.
-    idle = hidden.at[jnp.array([140, 200, 290]), 5].set(
+    masked = hidden.at[jnp.array([140, 200, 290]), 5].set(
         jnp.array([jnp.nan, jnp.inf, jnp.nan], hidden.dtype)
     )
     for actual, want in zip(
-        jax.tree.leaves(f(idle, weight)), jax.tree.leaves((usual, losses)), strict=True
+        jax.tree.leaves(f(masked, weight)), jax.tree.leaves((usual, losses)), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(want))
     # One that does.

@@ -104,8 +104,8 @@ class Problem:
 
         def f(h: Any, w: Any, b: Any, y: Any, c: Any) -> Any:
             of = self.over_mesh(self.per_token)
-            outputs, pull = jax.vjp(lambda h, w, b: of(h, w, b, y), h, w, b)
-            return outputs, pull(tuple(c))
+            outputs, vjp = jax.vjp(lambda h, w, b: of(h, w, b, y), h, w, b)
+            return outputs, vjp(tuple(c))
 
         with jax.set_mesh(self.mesh):
             placed = [
@@ -120,8 +120,8 @@ class Problem:
         with np.errstate(invalid="ignore"):
             expected = Oracle(h @ w.T + b, self.labels, **self.options)
             dz = expected.gradient(*cotangents)
-        idle = (np.asarray(cotangents) == 0).all(0) | (self.labels == -100)
-        h = np.where(idle[:, None], 0, h)
+        masked = (np.asarray(cotangents) == 0).all(0) | (self.labels == -100)
+        h = np.where(masked[:, None], 0, h)
         wanted = [dz @ w, dz.T @ h, dz.sum(0)]
         wanted[1] = wanted[1] if self.vocab_axis == 0 else wanted[1].T
         for name, one in zip(("loss", "logps", "lse"), outputs, strict=True):

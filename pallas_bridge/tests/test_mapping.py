@@ -57,9 +57,9 @@ def everything(case: Case, arrays: Any, tangents: Any, cotangents: Any) -> Any:
         return [one for one in case.outputs(*every) if one.dtype == jnp.float32]
 
     given = [arrays[index] for index in moving]
-    outputs, pull = jax.vjp(function, *given)
+    outputs, vjp = jax.vjp(function, *given)
     of_outputs = jax.jvp(function, given, [tangents[index] for index in moving])[1]
-    return outputs, pull([*cotangents]), of_outputs
+    return outputs, vjp([*cotangents]), of_outputs
 
 
 def numbers(rng: np.random.Generator, like: Any, *leading: int) -> Any:

@@ -140,8 +140,8 @@ def test_mask_table_of_jax(
                 for one, axis in zip(operands, axes, strict=True)
             )
             cotangents = jnp.stack([cotangent, -cotangent])
-        o, pull = jax.vjp(call, *operands)
-        return o, [one for one in pull(cotangents)[:4] if one is not None]
+        o, vjp = jax.vjp(call, *operands)
+        return o, [one for one in vjp(cotangents)[:4] if one is not None]
 
     theirs = partial(jax.nn.dot_product_attention, implementation="xla")
     check(run(nn.dot_product_attention), run(theirs), "bfloat16")

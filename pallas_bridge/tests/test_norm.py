@@ -74,8 +74,8 @@ class Problem:
                 found = with_statistics(self.kind, *arrays, **self.options, **options)
                 return found[:outputs], found[outputs:]
 
-            values, pull, statistics = jax.vjp(f, x, weight, extra, has_aux=True)
-            return (*values, *statistics), pull(type(values)((dy, dsum)[:outputs]))
+            values, vjp, statistics = jax.vjp(f, x, weight, extra, has_aux=True)
+            return (*values, *statistics), vjp(type(values)((dy, dsum)[:outputs]))
 
         found: tuple[Any, Any] = function(run)(self.x, self.weight, self.extra, self.dy, self.dsum)
         return found
@@ -266,14 +266,14 @@ def test_layer_norm_of_a_mean_of_a_thousand_deviations(
     dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
     ones = jnp.ones(columns)
     f = partial(layer_norm, eps=0.0, implementation=implementation)
-    y, pull = jax.jit(lambda x, dy: (f(x, ones), jax.vjp(f, x, ones)[1](dy)))(x, dy)
+    y, vjp = jax.jit(lambda x, dy: (f(x, ones), jax.vjp(f, x, ones)[1](dy)))(x, dy)
     z, g = exact(x), exact(dy)
     centred = z - z.mean(-1, keepdims=True)
     r = 1 / np.sqrt((centred**2).mean(-1, keepdims=True))
     xhat = centred * r
     assert np.abs(exact(y) - xhat).max() < 1e-4
     dx = r * (g - g.mean(-1, keepdims=True) - xhat * (g * xhat).mean(-1, keepdims=True))
-    assert np.abs(exact(pull[0]) - dx).max() < 2e-4
+    assert np.abs(exact(vjp[0]) - dx).max() < 2e-4
 
 
 @each_kind
@@ -429,15 +429,15 @@ def test_backward_twice_and_eagerly(rng: np.random.Generator, kind: str) -> None
     jitted, eager = of.pulled(), of.pulled(lambda f: f)
     check(eager, of)
     same(jitted, eager, 1e-6, 1e-6)
-    _, pull = jax.vjp(partial(norm, kind), *of.arrays)
-    equal(pull(of.dy), pull(of.dy))
+    _, vjp = jax.vjp(partial(norm, kind), *of.arrays)
+    equal(vjp(of.dy), vjp(of.dy))
 
 
 @each_kind
 def test_residuals_of_the_backward_pass(rng: np.random.Generator, kind: str) -> None:
     of = problem(kind, rng, 64, 128, dtype="bfloat16", of_weight="float32", has_extra=True)
-    _, pull = jax.vjp(partial(norm, kind), *of.arrays)
-    shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
+    _, vjp = jax.vjp(partial(norm, kind), *of.arrays)
+    shapes = sorted(x.shape for x in jax.tree.leaves(vjp) if hasattr(x, "shape") and x.size > 1)
     statistics = [(64,)] * (1 if kind == "rms" else 2)
     assert shapes == [*statistics, (64, 128), (128,)], shapes
 

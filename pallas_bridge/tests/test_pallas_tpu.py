@@ -104,11 +104,11 @@ def check(rng: np.random.Generator, logits: jax.Array, labels: jax.Array, **opti
 
     @jax.jit
     def everything(x: jax.Array, weights: jax.Array, *cotangents: jax.Array) -> Any:
-        outputs, pull = jax.vjp(lambda x: cross_entropy_per_token(x, labels, **keywords), x)
+        outputs, vjp = jax.vjp(lambda x: cross_entropy_per_token(x, labels, **keywords), x)
         reduced = jax.value_and_grad(
             lambda x: cross_entropy(x, labels, reduction="sum", weights=weights, **keywords)[0]
         )
-        return outputs, *pull(cotangents), *reduced(x)
+        return outputs, *vjp(cotangents), *reduced(x)
 
     (loss, logps, lse), again, value, dlogits = everything(logits, weights, *cotangents)
     for name, actual in (("loss", loss), ("logps", logps), ("lse", lse)):
@@ -304,11 +304,11 @@ def test_a_vocabulary_in_parts(rng: np.random.Generator) -> None:
         given = z.reshape(10, 4, 200), jnp.asarray(labels)
         return derivative.per_token(options, OverAxis(4), Request(), *given)[:3]
 
-    outputs, pull = jax.vjp(of, jnp.asarray(logits))
+    outputs, vjp = jax.vjp(of, jnp.asarray(logits))
     expected = Oracle(logits, labels, z_loss=1e-2)
     for name, one in zip(("loss", "logps", "lse"), outputs, strict=True):
         np.testing.assert_allclose(one, expected.__dict__[name], rtol=1e-5, atol=1e-6)
-    (gradient,) = pull(tuple(map(jnp.asarray, cotangents)))
+    (gradient,) = vjp(tuple(map(jnp.asarray, cotangents)))
     wanted = expected.gradient(*cotangents)
     bound = 1 + np.abs(2 * expected.z_loss * np.nan_to_num(expected.__dict__["lse"]))
     assert_gradient(gradient, wanted, np.abs(cotangents).max(0) * bound)

@@ -70,8 +70,8 @@ def test_values_and_gradients(rng: np.random.Generator, dtype: str, form: Any) -
             )
 
         def run(*arrays: Any) -> Any:
-            values, pull = jax.vjp(both, *arrays)
-            return *values, *pull(cotangents)
+            values, vjp = jax.vjp(both, *arrays)
+            return *values, *vjp(cotangents)
 
         return jax.jit(run)(*given)
 
@@ -82,10 +82,10 @@ def test_values_and_gradients(rng: np.random.Generator, dtype: str, form: Any) -
         # As one program: op by op each would be compiled by itself.
         @jax.jit
         def exact(*arrays: Any) -> Any:
-            values, pull = jax.vjp(
+            values, vjp = jax.vjp(
                 lambda *arrays: plain(*arrays, np.float64(positions), pairs, interleaved), *arrays
             )
-            return *values, *pull(of_y)
+            return *values, *vjp(of_y)
 
         expected = [np.asarray(one) for one in exact(*wide)]
     for implementation in (None, "reference", "custom_call"):
@@ -102,8 +102,8 @@ def test_a_head_has_the_same_bits_wherever_it_is(rng: np.random.Generator) -> No
 
     @jax.jit
     def f(q: Any, k: Any, weights: Any, dy: Any, positions: Any) -> Any:
-        values, pull = jax.vjp(lambda q, k: qk_norm_rope(q, k, *weights, positions=positions), q, k)
-        return *values, *pull(dy)
+        values, vjp = jax.vjp(lambda q, k: qk_norm_rope(q, k, *weights, positions=positions), q, k)
+        return *values, *vjp(dy)
 
     q, k, *weights = given
     whole = f(q, k, weights, cotangents, positions)

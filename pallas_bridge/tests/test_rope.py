@@ -88,8 +88,8 @@ def test_values_and_gradients(
 
         def f(q: Any, k: Any, dq: Any, dk: Any, positions: Any, options: Any = options) -> Any:
             f = partial(rope, positions=positions, **options, implementation=implementation)
-            values, pull = jax.vjp(f, q, k)
-            return values, pull((dq, dk))
+            values, vjp = jax.vjp(f, q, k)
+            return values, vjp((dq, dk))
 
         values, gradients = jax.jit(f)(q, k, dq, dk, positions)
         tables = np.cos(angle), np.sin(angle)
@@ -245,8 +245,8 @@ def test_derivatives_of_both_modes_and_of_any_order(
 
 def test_what_backward_keeps(rng: np.random.Generator) -> None:
     q = draw(rng, 2, 16, 4, 8, dtype="bfloat16")
-    _, pull = jax.vjp(lambda q: rope(q), q)
-    shapes = sorted(x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape") and x.size > 1)
+    _, vjp = jax.vjp(lambda q: rope(q), q)
+    shapes = sorted(x.shape for x in jax.tree.leaves(vjp) if hasattr(x, "shape") and x.size > 1)
     assert shapes == [(2, 16, 4), (16, 4), (16, 4)], shapes
 
 

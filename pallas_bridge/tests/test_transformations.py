@@ -40,8 +40,8 @@ def test_vmap_batched_and_flat_agree_bitwise(rng: np.random.Generator, dtype: st
     f = partial(cross_entropy_per_token, return_lse=True, z_loss=1e-3)
 
     def run(logits: jax.Array, labels: jax.Array, *cotangents: jax.Array) -> Any:
-        outputs, pull = jax.vjp(lambda x: f(x, labels), logits)
-        return *outputs, *pull(cotangents)
+        outputs, vjp = jax.vjp(lambda x: f(x, labels), logits)
+        return *outputs, *vjp(cotangents)
 
     batched = jax.jit(run)(logits, labels, *cotangents)
     flat = jax.jit(run)(logits.reshape(15, 257), labels.reshape(15), *cotangents.reshape(3, 15))
@@ -91,10 +91,10 @@ def test_vmap_over_labels_and_over_weights_alone(rng: np.random.Generator) -> No
 
 def test_vmap_of_the_cotangent(rng: np.random.Generator) -> None:
     logits, labels = batch(rng, "bfloat16", 6, 50)
-    _, pull = jax.vjp(lambda x: cross_entropy(x, labels), logits)
+    _, vjp = jax.vjp(lambda x: cross_entropy(x, labels), logits)
     cotangents = jnp.asarray([0.0, 1.0, 2.0, -0.5])
-    (gradients,) = jax.vmap(pull)(cotangents)
-    same_bits(gradients[1], pull(jnp.float32(1))[0])
+    (gradients,) = jax.vmap(vjp)(cotangents)
+    same_bits(gradients[1], vjp(jnp.float32(1))[0])
     for gradient, cotangent in zip(gradients, cotangents, strict=True):
         # Equal, as -0 is to 0: the rows of tokens that take no part are left alone.
         scaled = (gradients[1].astype(jnp.float32) * cotangent).astype(jnp.bfloat16)
@@ -117,8 +117,8 @@ def test_backward_twice_and_forward_again(rng: np.random.Generator) -> None:
         lambda x: cross_entropy(x, labels),
         lambda x: cross_entropy_per_token(x, labels)[0].sum(),
     ):
-        value, pull = jax.vjp(f, logits)
-        first, other, again = (pull(jnp.float32(c))[0] for c in (1, 3, 1))
+        value, vjp = jax.vjp(f, logits)
+        first, other, again = (vjp(jnp.float32(c))[0] for c in (1, 3, 1))
         same_bits(first, again)
         assert not np.array_equal(first, other)
         same_bits(value, f(logits))

@@ -58,15 +58,15 @@ def check(
     # Per token, with random cotangents of all three outputs.
     @jax.jit
     def per_token(x: jax.Array, *cotangents: jax.Array) -> Any:
-        outputs, pull = jax.vjp(lambda x: cross_entropy_per_token(x, labels, **keywords), x)
-        return outputs, *pull(cotangents)
+        outputs, vjp = jax.vjp(lambda x: cross_entropy_per_token(x, labels, **keywords), x)
+        return outputs, *vjp(cotangents)
 
     def reduced(reduction: Any, w: Any, x: jax.Array, cotangent: jax.Array) -> Any:
         def f(x: jax.Array) -> jax.Array:
             return cross_entropy(x, labels, reduction=reduction, weights=w, **keywords)[0]
 
-        value, pull = jax.vjp(f, x)
-        return value, *pull(cotangent)
+        value, vjp = jax.vjp(f, x)
+        return value, *vjp(cotangent)
 
     cotangents = rng.normal(size=(3, len(labels))).astype(np.float32)
     weights = rng.uniform(0.5, 2, len(labels)).astype(np.float32)
@@ -156,9 +156,9 @@ def test_the_number_of_tokens_decides_no_bit(
     @jax.jit
     def run(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
         keywords: Any = {"implementation": "custom_call", **OPTIONS[options]}
-        losses, pull = jax.vjp(lambda x: cross_entropy_per_token(x, y, **keywords)[0], x)
+        losses, vjp = jax.vjp(lambda x: cross_entropy_per_token(x, y, **keywords)[0], x)
         fused = jax.grad(lambda x: cross_entropy(x, y, reduction="sum", **keywords))(x)
-        return losses, *pull(g), fused
+        return losses, *vjp(g), fused
 
     def bits(tokens: int) -> list[Any]:
         outputs = run(logits[:tokens], labels[:tokens], cotangents[:tokens])

@@ -67,8 +67,8 @@ class Problem:
         """The outputs, their gradient, and the compiled program of both."""
 
         def f(z: jax.Array, y: jax.Array, c: Any) -> Any:
-            outputs, pull = jax.vjp(lambda z: self.outputs(z, y), z)
-            return outputs, pull(tuple(c))[0]
+            outputs, vjp = jax.vjp(lambda z: self.outputs(z, y), z)
+            return outputs, vjp(tuple(c))[0]
 
         with jax.set_mesh(self.mesh):
             z = self.place(self.logits, self.tokens, self.columns)

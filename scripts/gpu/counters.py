@@ -48,8 +48,8 @@ def work() -> None:
     from pallas_bridge import cross_entropy, cross_entropy_per_token
 
     def pair(x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        per_token, pull = jax.vjp(lambda x: cross_entropy_per_token(x, labels)[0], x)
-        return per_token, pull(jnp.linspace(0.5, 1, labels.size))[0]
+        per_token, vjp = jax.vjp(lambda x: cross_entropy_per_token(x, labels)[0], x)
+        return per_token, vjp(jnp.linspace(0.5, 1, labels.size))[0]
 
     mean = jax.jit(jax.value_and_grad(cross_entropy))
     for shape in SHAPES:

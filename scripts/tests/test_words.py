@@ -15,6 +15,8 @@ WORDS = {
     r"\buntold\b": "not reported",
     r"\bfn (what|that)_": "name the subject: a test of shapes is `wrong_shapes_are_refused`",
     r"said to be\b": "is",
+    r"\bunread tokens?\b|\bidle tokens?\b": "masked token",
+    r"\blifts?\b|\blifted\b": "rescale, raise",
     r"known_parts|reduced_known": "auxiliary outputs",
     r"\bin_parts\b|\bcuts? over\b": "on_shards; sharded over, split into",
     r"unnormalised by|put off|\bstands? apart": "unnormalised softmax; deferred; separate",

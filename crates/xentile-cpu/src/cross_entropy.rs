@@ -76,7 +76,7 @@ pub struct TokenOutputs<'a> {
     pub lse_low: Option<&'a mut [f32]>,
     /// Whether a masked token (ignored or, in a fused pass, with a cotangent of 0) has outputs of 0, so that its
     /// logits are not read. Otherwise its outputs follow the contract.
-    pub zero_idle: bool,
+    pub zero_masked: bool,
 }
 
 /// The residuals of a forward pass for the backward pass, each `[T]` in f32.
@@ -215,7 +215,7 @@ impl<'a> Kernel<'a> {
     }
 
     /// Fills the requested `outputs`. Reads logits once; rows of ignored tokens are read only if their `lse` is
-    /// requested without [`TokenOutputs::zero_idle`].
+    /// requested without [`TokenOutputs::zero_masked`].
     ///
     /// # Errors
     /// `logits` is not `[T, V]`, or an output not `[T]`.
@@ -950,7 +950,7 @@ pub(crate) struct Outputs<'a> {
     logps: Option<Shared<'a, f32>>,
     lse: Option<Shared<'a, f32>>,
     lse_low: Option<Shared<'a, f32>>,
-    zero_idle: bool,
+    zero_masked: bool,
     /// The loss before it is rounded to f32.
     exact_loss: Option<Shared<'a, f64>>,
 }
@@ -969,7 +969,7 @@ impl<'a> Outputs<'a> {
             logps: share("logps", outputs.logps)?,
             lse: share("lse", outputs.lse)?,
             lse_low: share("lse_low", outputs.lse_low)?,
-            zero_idle: outputs.zero_idle,
+            zero_masked: outputs.zero_masked,
             exact_loss: None,
         })
     }
@@ -977,7 +977,7 @@ impl<'a> Outputs<'a> {
     /// Whether some output of `token` may differ from 0. `exact_loss` does not count, since only losses of
     /// unmasked tokens are summed.
     pub(crate) fn want(&self, kernel: &Kernel<'_>, token: usize, takes_part: bool) -> bool {
-        if self.zero_idle && !takes_part {
+        if self.zero_masked && !takes_part {
             return false;
         }
         self.lse.is_some()

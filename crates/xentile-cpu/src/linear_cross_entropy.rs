@@ -569,18 +569,18 @@ impl<'a, E: Element> Work<'a, E> {
         }
         // Products of 0 and a weight that is infinite or NaN are NaN.
         for (token, dhidden) in dhidden.chunks_exact_mut(width).enumerate() {
-            if self.is_idle(token, cotangents) {
+            if self.is_masked(token, cotangents) {
                 dhidden.fill(E::from_f32(0.0));
             }
         }
     }
 
     /// Whether `token` takes no part in gradients.
-    fn is_idle(&self, token: usize, cotangents: &TokenCotangents<'_>) -> bool {
+    fn is_masked(&self, token: usize, cotangents: &TokenCotangents<'_>) -> bool {
         self.linear.kernel.is_ignored(token) || cotangents(token) == [0.0; 3]
     }
 
-    /// Packs hidden states for the gradient of the weight: 0 for those of idle tokens that are infinite
+    /// Packs hidden states for the gradient of the weight: 0 for those of masked tokens that are infinite
     /// or NaN, whose product with 0 would be NaN.
     fn pack_hidden(&self, cotangents: &TokenCotangents<'_>) {
         let hidden = self.operands.hidden;
@@ -588,7 +588,7 @@ impl<'a, E: Element> Work<'a, E> {
         let spoilt: Vec<_> = hidden
             .chunks_exact(width)
             .enumerate()
-            .filter(|&(token, _)| self.is_idle(token, cotangents))
+            .filter(|&(token, _)| self.is_masked(token, cotangents))
             .filter(|(_, hidden)| hidden.iter().any(|x| !x.to_f32().is_finite()))
             .map(|(token, _)| token)
             .collect();

@@ -755,12 +755,12 @@ fn the_fused_gradient_is_the_recomputed_one() {
     for_each_dtype!(body);
 }
 
-/// Ignored tokens, tokens without a cotangent, and others, with and without `zero_idle`.
+/// Ignored tokens, tokens without a cotangent, and others, with and without `zero_masked`.
 #[test]
 fn tokens_that_take_no_part() {
     fn body<E: Element>() {
         const V: usize = 333;
-        let mut rng = common::fresh_rng("idle");
+        let mut rng = common::fresh_rng("masked");
         let mut case = Case { tile: tile(2, 100), ..Case::<E>::new(&mut rng, 5, V, 2.0) };
         case.labels[1] = -100;
         case.labels[3] = V as i64;
@@ -776,11 +776,11 @@ fn tokens_that_take_no_part() {
         let kernel =
             Kernel::with_unchecked_labels(case.options, case.shape, labels, launch).unwrap();
         let mut dlogits = vec![E::from_f32(POISON); case.logits.len()];
-        for (fused, zero_idle) in [(false, false), (false, true), (true, false), (true, true)] {
-            let what = format!("fused {fused}, zero_idle {zero_idle}");
+        for (fused, zero_masked) in [(false, false), (false, true), (true, false), (true, true)] {
+            let what = format!("fused {fused}, zero_masked {zero_masked}");
             let mut outputs = [(); 4].map(|()| vec![POISON; 5]);
             let [loss, logps, lse, lse_low] = outputs.each_mut().map(|x| Some(x.as_mut_slice()));
-            let asked = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+            let asked = TokenOutputs { loss, logps, lse, lse_low, zero_masked };
             if fused {
                 dlogits.fill(E::from_f32(POISON));
                 kernel.fused(InOut::apart(&case.logits, &mut dlogits), &dloss, asked).unwrap();
@@ -789,8 +789,8 @@ fn tokens_that_take_no_part() {
             }
             let [loss, logps, lse, lse_low] = outputs;
             for token in 0..5 {
-                let idle = token == 1 || fused && dloss[token] == 0.0;
-                if idle && zero_idle {
+                let is_masked = token == 1 || fused && dloss[token] == 0.0;
+                if is_masked && zero_masked {
                     let all = [&loss, &logps, &lse, &lse_low].map(|x| x[token].to_bits());
                     assert_eq!(all, [0; 4], "{what}, token {token}");
                 } else {

@@ -119,7 +119,7 @@ impl<E: Element> Case<E> {
             let mut dweight = vec![poison; self.weight.len()];
             let mut dbias = bias.clone().unwrap_or_default();
             let [loss, logps, lse, lse_low] = tokenwise.each_mut().map(|x| Some(&mut x[..]));
-            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked: false };
             let gradients = Gradients {
                 hidden: &mut dhidden,
                 weight: &mut dweight,
@@ -483,7 +483,7 @@ fn tokens_that_take_no_part() {
         };
         assert!(case.run(2).iter().all(everything_is_0));
     }
-    for_each_dtype!(body, "idle tokens");
+    for_each_dtype!(body, "masked tokens");
 }
 
 #[test]
@@ -517,15 +517,15 @@ fn nan_stays_in_its_token_or_column() {
     fn body<E: Element>(rng: &mut ChaCha8Rng) {
         let mut case = Case::<E>::new(rng, [9, 8, 77], VocabAxis::First);
         case.columns = 30;
-        let (nan, idle) = (E::from_f32(f32::NAN), 7);
+        let (nan, masked) = (E::from_f32(f32::NAN), 7);
         case.labels[2] = -100;
-        case.cotangents.iter_mut().for_each(|cotangent| cotangent[idle] = 0.0);
+        case.cotangents.iter_mut().for_each(|cotangent| cotangent[masked] = 0.0);
         let good = case.run(2);
         let clean = (case.hidden.clone(), case.weight.clone());
         // In tokens that take no part.
-        (case.hidden[2 * 8 + 3], case.hidden[idle * 8]) = (nan, E::from_f32(f32::INFINITY));
+        (case.hidden[2 * 8 + 3], case.hidden[masked * 8]) = (nan, E::from_f32(f32::INFINITY));
         for (found, good) in case.run(2).iter().zip(&good) {
-            assert_eq!(found.tokenwise[0][..idle], good.tokenwise[0][..idle]);
+            assert_eq!(found.tokenwise[0][..masked], good.tokenwise[0][..masked]);
             let gradients = |of: &Found| [of.hidden.clone(), of.weight.clone(), of.bias.clone()];
             assert_eq!(gradients(found), gradients(good));
         }
@@ -553,7 +553,7 @@ fn nan_stays_in_its_token_or_column() {
         for found in case.run(2) {
             for token in 0..9 {
                 let hidden = &found.hidden[token * 8..][..8];
-                let takes_part = token != 2 && token != idle;
+                let takes_part = token != 2 && token != masked;
                 assert_eq!(found.tokenwise[0][token].is_nan(), token != 2);
                 assert!(hidden.iter().all(|x| if takes_part { x.is_nan() } else { *x == 0.0 }));
             }

@@ -110,7 +110,7 @@ __device__ inline int64_t label_at(const CrossEntropyArguments& a, int64_t index
 // What is known of a token before its row is read.
 struct Token {
   int target;  // a column of these, kIgnored, kOutOfRange or kElsewhere
-  bool idle;   // takes no part in the gradient
+  bool is_masked;  // takes no part in the gradient
   bool read;   // its row is needed
   float dloss, dlogps, dlse;
   float lse, lse_low;
@@ -128,8 +128,8 @@ __device__ inline Token describe(const CrossEntropyArguments& a, int64_t label, 
   Token token{};
   token.target = target_of(a, label);
   token.dloss = dloss;
-  token.idle = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
-  const bool unread = kSaysMore ? token.target == kIgnored : token.idle;
+  token.is_masked = token.target == kIgnored || (kPass == Pass::kFused && dloss == 0.0f);
+  const bool unread = kSaysMore ? token.target == kIgnored : token.is_masked;
   token.read = !unread || a.every_token != 0;
   return token;
 }
@@ -143,7 +143,7 @@ __device__ inline Token describe_saved(const CrossEntropyArguments& a, int64_t i
   token.dlse = a.dlse == nullptr ? 0.0f : a.dlse[index];
   token.lse = a.saved_lse[index];
   token.lse_low = a.saved_lse_low[index];
-  token.idle = token.target == kIgnored ||
+  token.is_masked = token.target == kIgnored ||
                (token.dloss == 0.0f && token.dlogps == 0.0f && token.dlse == 0.0f);
   return token;
 }

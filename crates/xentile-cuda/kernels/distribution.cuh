@@ -106,7 +106,7 @@ struct EntropyGradient : RowGradient {
 
   __device__ static Token describe(const CrossEntropyArguments& a, int64_t index) {
     Token token = describe_saved(a, index);
-    if (a.dentropy[index] != 0.0f) token.idle = token.target == kIgnored;
+    if (a.dentropy[index] != 0.0f) token.is_masked = token.target == kIgnored;
     return token;
   }
 

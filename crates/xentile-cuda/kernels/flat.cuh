@@ -42,7 +42,7 @@ struct Flat {
     uint4* to = reinterpret_cast<uint4*>(static_cast<E*>(a.dlogits) + row.first);
     const uint32_t first = begin + threadIdx.x;
     end = min(end, row.vectors);
-    if (row.token.idle) {
+    if (row.token.is_masked) {
       for (uint32_t v = first; v < end; v += kFlatThreads) {
         if (v >= row.skip) __stcs(to + v, make_uint4(0, 0, 0, 0));
       }

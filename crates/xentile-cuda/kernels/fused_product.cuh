@@ -55,10 +55,10 @@ struct alignas(8) PartSum {
   float c, exponentials;
 };
 
-// Of the unnormalised softmax: the shift of a row's exponentials is lifted by steps of so many
-// bits, and so often at most.
-inline constexpr float kLiftBits = 8.0f;
-inline constexpr uint32_t kMostLifts = 65535;
+// Softmax rescaling (unnormalised softmax): a row's shift is raised in steps of kRescaleBits bits, at
+// most kMostRescales times.
+inline constexpr float kRescaleBits = 8.0f;
+inline constexpr uint32_t kMostRescales = 65535;
 
 // `x` times the square of `half`: what is far above 1 may come down by more than the least number of
 // f32, which as a factor would be 0.
@@ -81,10 +81,10 @@ struct alignas(128) FusedProductArguments {
   const float* bias;           // [columns], added to logits in f32; or null
   // Where it is null or leads to a number that is not 0 the kernel runs.
   const uint32_t* gate;
-  // Of the unnormalised softmax: by how many steps the shift of a tile's row was lifted, [tiles,
-  // tokens], all 0 before; and a word that is set to 1 where one was.
-  uint16_t* lifts;
-  uint32_t* lifted;
+  // Unnormalised softmax: the steps by which the shift of a tile's row was raised, [tiles, tokens],
+  // all 0 before the launch; and a word that becomes 1 where any was.
+  uint16_t* rescales;
+  uint32_t* rescaled;
   // Of the unnormalised softmax: a bit for each of the vocabulary's columns that is a token's
   // label. Where it is not null, rows of the weight's gradient that are no label's have nothing
   // yet.
@@ -538,23 +538,23 @@ struct FusedProduct {
     int32_t target[2];
     // Sums over the columns that this thread has.
     float c[2], exponentials[2], values[2];
-    // Of the unnormalised softmax: how often c was lifted, and sums of what is written of the row,
-    // which four lanes have all.
-    uint32_t lifts[2];
+    // Unnormalised softmax: how often c was raised, and sums of the rounded values of the row, equal
+    // in four lanes.
+    uint32_t rescales[2];
     float rounded[4];
     // Of the distribution: see `weighted` and `largest` of the arguments.
     float weighted[2], before[2], others[2];
     // Of passes that write.
     RowGradient gradient[2];
     // Whether there are tokens in the warp that take no part.
-    bool has_idle;
+    bool has_masked;
     // A tile's labels: the bits of rows that have theirs in this thread's columns, and its logit.
     // Of what is added to, those of rows that have something.
     uint32_t labels;
     float at_label[2];
 
     __device__ Rows(const FusedProductArguments& a, int64_t first)
-        : token(first), has_idle(false), labels(0) {
+        : token(first), has_masked(false), labels(0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t index = first + 8 * r;
@@ -581,9 +581,9 @@ struct FusedProduct {
           }
         }
         if constexpr (kSums) exponentials[r] = values[r] = 0.0f;
-        lifts[r] = 0, rounded[2 * r] = rounded[2 * r + 1] = 0.0f;
+        rescales[r] = 0, rounded[2 * r] = rounded[2 * r + 1] = 0.0f;
       }
-      if constexpr (kOfTokens) has_idle = __any_sync(~0u, is_idle(0) || is_idle(1));
+      if constexpr (kOfTokens) has_masked = __any_sync(~0u, is_masked(0) || is_masked(1));
     }
 
     // Reads what 256 columns from `first` on have, while they are multiplied, of rows that have
@@ -721,8 +721,8 @@ struct FusedProduct {
       }
     }
 
-    // Makes a tile's unnormalised softmax of its logits, rounded, and adds it up, before and after
-    // that. Where they are too large for a row, its shift is lifted and they are made once more.
+    // Computes a tile's unnormalised softmax and its sums, before and after rounding. Where a row's
+    // exponentials are too large, its shift is raised and they are computed again.
     __device__ void exponentiate(const FusedProductArguments& a, float (&x)[128],
                                  uint32_t (&words)[kPieces * kWords], uint32_t tile,
                                  uint32_t placed, const TemperedCap& cap) {
@@ -775,7 +775,7 @@ struct FusedProduct {
         // That of a NaN is not.
         const bool fits = total[0] <= kMostOfTile && total[1] <= kMostOfTile;
         if (__all_sync(~0u, fits)) break;
-      } while (lift(x, cap.scale));
+      } while (rescale(x, cap.scale));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         exponentials[r] += total[r];
@@ -786,15 +786,15 @@ struct FusedProduct {
       for (uint32_t i = 0; i < (kCap ? 0 : kPieces * kWords); i += 4) {
         ptx::add_rows<E>(rounded, words[i], words[i + 1], words[i + 2], words[i + 3]);
       }
-      if (threadIdx.x % 4 != 0 || (lifts[0] | lifts[1]) == 0) return;
-      // A row that is lifted in columns that have no place is so in those that have one.
-      *a.lifted = 1;
+      if (threadIdx.x % 4 != 0 || (rescales[0] | rescales[1]) == 0) return;
+      // A row that is rescaled in columns beyond `placed` is rescaled in those before, too.
+      *a.rescaled = 1;
       if (tile * kTileColumns >= placed) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t index = token + 8 * r;
-        if (lifts[r] == 0 || index >= a.row.tokens) continue;
-        a.lifts[tile * a.row.tokens + index] = static_cast<uint16_t>(lifts[r]);
+        if (rescales[r] == 0 || index >= a.row.tokens) continue;
+        a.rescales[tile * a.row.tokens + index] = static_cast<uint16_t>(rescales[r]);
       }
     }
 
@@ -806,8 +806,8 @@ struct FusedProduct {
     static constexpr float kLeastBits = kIsBf16 ? -58.0f : 0.0f;
     static constexpr float kLeastNormal = kIsBf16 ? 0x1p-126f : 0x1p-14f;
 
-    // Lifts the shift of rows whose largest exponential asks for it. Whether there are any.
-    __device__ bool lift(const float (&x)[128], float scale) {
+    // Raises the shift of rows whose largest exponential needs it. Returns whether there are any.
+    __device__ bool rescale(const float (&x)[128], float scale) {
       bool any = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -818,11 +818,11 @@ struct FusedProduct {
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
         const float bits = fmaf(most, scale, c[r]);
         if (!(bits >= kMostBits)) continue;
-        const float left = static_cast<float>(kMostLifts - lifts[r]);
-        const float steps = fminf(ceilf((bits - kLeastBits) / kLiftBits), left);
-        const float half = ptx::ex2(-kLiftBits / 2 * steps);
-        c[r] -= kLiftBits * steps;
-        lifts[r] += static_cast<uint32_t>(steps);
+        const float left = static_cast<float>(kMostRescales - rescales[r]);
+        const float steps = fminf(ceilf((bits - kLeastBits) / kRescaleBits), left);
+        const float half = ptx::ex2(-kRescaleBits / 2 * steps);
+        c[r] -= kRescaleBits * steps;
+        rescales[r] += static_cast<uint32_t>(steps);
         exponentials[r] = in_halves(exponentials[r], half);
         if constexpr (kIsDistribution) weighted[r] = in_halves(weighted[r], half);
         rounded[2 * r] = in_halves(rounded[2 * r], half);
@@ -899,8 +899,8 @@ struct FusedProduct {
       }
     }
 
-    // Whether of row `r` exactly 0 is written: the token takes no part.
-    __device__ bool is_idle(int r) const {
+    // Whether the token of row `r` is masked: its row is written as zeros.
+    __device__ bool is_masked(int r) const {
       return gradient[r].factor == 0.0f && gradient[r].offset == 0.0f;
     }
 
@@ -1006,7 +1006,7 @@ struct FusedProduct {
                                 words[4 * pair + 3]};
       ptx::stmatrix((to + stored.of_lane) ^ 32 * pair, four);
     }
-    if (rows.has_idle) erase_idle(rows, to);
+    if (rows.has_masked) erase_idle(rows, to);
     send([&] {
       ptx::tensor_store(a.dlogits, static_cast<int32_t>(column), row, to, ptx::evict_first());
     });
@@ -1018,7 +1018,7 @@ struct FusedProduct {
     __syncwarp();
 #pragma unroll
     for (uint32_t r = 0; r < 2; ++r) {
-      if (!rows.is_idle(r)) continue;
+      if (!rows.is_masked(r)) continue;
       // Four lanes have a row.
       const uint32_t to = piece + (lane / 4 + 8 * r) * kRowBytes + lane % 4 * (kRowBytes / 4);
 #pragma unroll
@@ -1124,7 +1124,7 @@ __device__ inline void prepare_gradients(const FusedProductArguments& a) {
   if (index >= a.row.tokens) return;
   const Token token = describe_saved(a.row, index);
   GradientOfToken of{0.0f, 0.0f, 0.0f, kIgnored};
-  if (!token.idle) {
+  if (!token.is_masked) {
     const RowGradient row = RowGradient::of<true>(a.row, token);
     of = {row.c, row.factor, row.offset, token.target};
   }

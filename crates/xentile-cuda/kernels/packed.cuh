@@ -26,7 +26,7 @@ struct PackedRow {
   RowGradient gradient;
   float at_label;
   int target;  // a column, or below 0
-  uint32_t idle;
+  uint32_t is_masked;
 };
 
 // And of its distribution, if that is asked for.
@@ -281,8 +281,8 @@ struct Packed {
     if constexpr (kApplies) {
       row.gradient = gradient;
       row.target = token.target;
-      row.idle = token.idle;
-      if (token.target >= 0 && !token.idle) {
+      row.is_masked = token.is_masked;
+      if (token.target >= 0 && !token.is_masked) {
         row.at_label = gradient.at_the_label<kCap>(a, token, capped(index, token.target, x), lse);
       }
     }
@@ -299,11 +299,11 @@ struct Packed {
         uint4* vectors = reinterpret_cast<uint4*>(x);
 #pragma unroll 2
         for (uint32_t v = lane; v < columns / kPer; v += a.lanes) {
-          vectors[v] = row.idle ? make_uint4(0, 0, 0, 0)
+          vectors[v] = row.is_masked ? make_uint4(0, 0, 0, 0)
                                 : row.gradient.template of_vector<E, kSmooth, kCap, Reach::kUnknown, true>(
                                       vectors[v], cap);
         }
-      } else if (row.idle) {
+      } else if (row.is_masked) {
         for (uint32_t at = lane; at < columns; at += a.lanes) x[at] = from_float<E>(0.0f);
       } else {
         uint32_t at = lane;
@@ -317,7 +317,7 @@ struct Packed {
         for (; at < columns; at += a.lanes) x[at] = from_float<E>(of(row, to_float(x[at])));
       }
       // By the lane that wrote its place, so that this comes second.
-      if (!row.idle && row.target >= 0 && row.target / width % a.lanes == lane) {
+      if (!row.is_masked && row.target >= 0 && row.target / width % a.lanes == lane) {
         x[row.target] = from_float<E>(row.at_label);
       }
     });

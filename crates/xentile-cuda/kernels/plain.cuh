@@ -53,7 +53,7 @@ __device__ inline void plain(const CrossEntropyArguments& a) {
     if constexpr (kApplies) {
       E* gradients = static_cast<E*>(a.dlogits) + row.begin();
       uint4* to = reinterpret_cast<uint4*>(static_cast<E*>(a.dlogits) + row.first);
-      if (token.idle) {
+      if (token.is_masked) {
         for (uint32_t v = first; v < row.vectors; v += kPlainThreads) {
           to[v] = make_uint4(0, 0, 0, 0);
         }

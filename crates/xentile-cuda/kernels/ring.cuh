@@ -334,7 +334,7 @@ struct Ring {
     E* elements = static_cast<E*>(a.dlogits) + row.first + skipped * kPer;
     uint4* to = reinterpret_cast<uint4*>(elements);
     uint32_t v = first_of(row, skipped);
-    if (row.token.idle) {
+    if (row.token.is_masked) {
       for (; v < held; v += 32) __stcs(to + v, make_uint4(0, 0, 0, 0));
       return;
     }
@@ -380,7 +380,7 @@ struct Ring {
     const int column = row.ragged(lane);
     if (column < 0) return;
     float dz = 0.0f;
-    if (!row.token.idle) {
+    if (!row.token.is_masked) {
       const float x = to_float(static_cast<const E*>(a.logits)[row.begin() + column]);
       dz = column == row.token.target ? at_the_label(row, gradient, sum, x)
                                       : gradient.template at<kSmooth, kCap>(x, cap);

@@ -9,8 +9,8 @@
 // scale a row and tile).
 //
 // r is the label's logit, which a product of two vectors gives, and 58 powers of two more. Sums
-// hold what is 138 powers above it, 95 nats. Where a tile has more, the product lifts the row's
-// shift from there on, by whole steps of eight powers of two, and keeps by how many (`lifts`). When
+// hold what is 138 powers above it, 95 nats. Where a tile has more, the product rescales the row's
+// shift from there on, by whole steps of eight powers of two, and keeps by how many (`rescales`). When
 // a row's parts have ended in different shifts, or where one has changed within a part, a kernel
 // brings all of the row to the highest: an exact multiplication. A row that needs none of that is
 // not read.
@@ -118,7 +118,7 @@ __device__ inline float logit_of(const FusedProductArguments& a, int64_t index, 
 // label is no column's, its logit is not finite or the weight is [D, V], r is that of another
 // column.
 __device__ inline void begin_unnormalised(const FusedProductArguments& a) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.lifted = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.rescaled = 0;
   const uint32_t shared = sharing(a);
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
@@ -131,9 +131,9 @@ __device__ inline void begin_unnormalised(const FusedProductArguments& a) {
   }
   if (threadIdx.x % 32 == 0) {
     if (token.target >= 0) atomicOr(a.labelled + token.target / 32, 1u << token.target % 32);
-    // A whole number, so that a lift is exact.
+    // A whole number, so that a rescale is exact.
     const float c = isfinite(logit) ? rintf(logit * -a.row.scale) - kAboveLabel : -kAboveLabel;
-    a.gradients[index] = {c, token.idle ? 0.0f : 1.0f, 0.0f, token.target};
+    a.gradients[index] = {c, token.is_masked ? 0.0f : 1.0f, 0.0f, token.target};
     shared_of(a, index) = shared;
   }
 }
@@ -235,14 +235,14 @@ __device__ inline void align_unnormalised(const FusedProductArguments& a) {
     const float share = uniform_share(a, token, all);
     const float own = a.gradients[index].c;
     // A row of 0s stays one.
-    if (token.idle || (all.sum.c == own && share == 0.0f)) continue;
+    if (token.is_masked || (all.sum.c == own && share == 0.0f)) continue;
     auto* row = static_cast<E*>(a.row.dlogits) + index * a.row.stride;
     const int64_t vectors = (a.part_count + kPer - 1) / kPer;
 #pragma unroll 4
     for (int64_t v = threadIdx.x; v < vectors; v += kTokenThreads) {
       const int64_t tile = v * kPer / kTileColumns;
-      const float lift = a.lifts[tile * a.row.tokens + index] * kLiftBits;
-      const float half = ptx::ex2((all.sum.c - own + lift) * 0.5f);
+      const float rescale = a.rescales[tile * a.row.tokens + index] * kRescaleBits;
+      const float half = ptx::ex2((all.sum.c - own + rescale) * 0.5f);
       if (half == 1.0f && share == 0.0f) continue;
       auto* at = reinterpret_cast<uint4*>(row) + v;
       float x[kPer];
@@ -267,7 +267,7 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
   const UnnormalisedRow all = merged_by_warp(a, index, token);
   const float c = __uint_as_float(shared_of(a, index));
   float factor = 0.0f, label_term = 0.0f, at_label = 0.0f;
-  if (!token.idle) {
+  if (!token.is_masked) {
     const RowGradient row = RowGradient::of<true>(a.row, token, all.sum);
     factor = all.rounded > 0.0f ? __fdividef(row.at_p, all.rounded) *
                                       static_cast<float>(a.row.per_element)
@@ -286,13 +286,13 @@ __device__ inline void end_unnormalised(const FusedProductArguments& a) {
   }
   __syncwarp();
   if (lane == 0) {
-    if (index == 0) *a.lifted = 0;
+    if (index == 0) *a.rescaled = 0;
     write_token<true>(a.row, index, token, all.sum);
     a.gradients[index] = {c, factor, label_term, token.target};
     // Its logit is not needed any more.
     a.label_logits[index] = at_label;
   }
-  if (lane == 0 && !token.idle) write_label(a, index, token.target, at_label);
+  if (lane == 0 && !token.is_masked) write_label(a, index, token.target, at_label);
   // Rows begin at vectors: see `check` in src/fused_product.rs.
   const auto* from = reinterpret_cast<const uint4*>(rows_of(a.hidden_rows, index * a.width));
   auto* to = reinterpret_cast<uint4*>(static_cast<E*>(a.scaled_rows) + index * a.width);
@@ -322,7 +322,7 @@ __device__ inline void scale_sums(const FusedProductArguments& a) {
   const int64_t index = token_of_warp();
   if (index >= a.row.tokens) return;
   const GradientOfToken of = a.gradients[index];
-  const bool idle = of.factor == 0.0f && of.offset == 0.0f;
+  const bool is_masked = of.factor == 0.0f && of.offset == 0.0f;
   const bool lacks = of.offset != 0.0f && of.target >= 0;
   const auto* weight = rows_of(a.weight_rows, max(of.target, 0) * a.vocab_step);
   const auto* from = static_cast<const float*>(a.hidden_rows) + index * a.width;
@@ -338,7 +338,7 @@ __device__ inline void scale_sums(const FusedProductArguments& a) {
     }
     if (lacks) weight_at(a, weight, d, w);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) x[i] = idle ? 0.0f : fmaf(x[i], of.factor, of.offset * w[i]);
+    for (int i = 0; i < kOfLane; ++i) x[i] = is_masked ? 0.0f : fmaf(x[i], of.factor, of.offset * w[i]);
 #pragma unroll
     for (int v = 0; v < kOfLane / kPerVector<To>; ++v) {
       float some[kPerVector<To>];

@@ -125,7 +125,7 @@ pub struct TokenOutputs {
     /// Whether a token that takes no part (one that is ignored or, in a fused pass, whose loss has
     /// no cotangent) gets 0 in every output, without its logits being read, rather than what the
     /// contract says of its row.
-    pub zero_idle: bool,
+    pub zero_masked: bool,
 }
 
 /// The place of an array's elements from `first` on; null where there is no array.
@@ -137,9 +137,9 @@ impl TokenOutputs {
     /// Those from a token on.
     pub(crate) fn from(self, first: usize) -> Self {
         let from = |output| past(output, first);
-        let Self { loss, logps, lse, lse_low, zero_idle } = self;
+        let Self { loss, logps, lse, lse_low, zero_masked } = self;
         let (loss, logps, lse, lse_low) = (from(loss), from(logps), from(lse), from(lse_low));
-        Self { loss, logps, lse, lse_low, zero_idle }
+        Self { loss, logps, lse, lse_low, zero_masked }
     }
 }
 
@@ -698,8 +698,8 @@ impl Arguments {
     }
 
     pub(crate) fn with_outputs(self, outputs: TokenOutputs) -> Self {
-        let TokenOutputs { loss, logps, lse, lse_low, zero_idle } = outputs;
-        Self { loss, logps, lse, lse_low, every_token: (!zero_idle).into(), ..self }
+        let TokenOutputs { loss, logps, lse, lse_low, zero_masked } = outputs;
+        Self { loss, logps, lse, lse_low, every_token: (!zero_masked).into(), ..self }
     }
 
     pub(crate) fn with_cotangents(

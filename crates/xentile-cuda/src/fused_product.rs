@@ -14,7 +14,7 @@ use std::ptr::{null, null_mut};
 
 use arguments::Arguments;
 pub(crate) use sum::{Sum, There};
-pub(crate) use unnormalised::lifts_bytes;
+pub(crate) use unnormalised::rescale_bytes;
 pub use unnormalised::{Unnormalised, unnormalised_support};
 use xentile::cross_entropy::CrossEntropy;
 use xentile::{DType, LogitsShape};
@@ -583,8 +583,8 @@ impl Arguments {
             gradients: null_mut(),
             bias: null(),
             gate: null(),
-            lifts: null_mut(),
-            lifted: null_mut(),
+            rescales: null_mut(),
+            rescaled: null_mut(),
             labelled: null_mut(),
             hidden_rows: null(),
             weight_rows: null(),

@@ -528,7 +528,7 @@ mod tests {
             let operands =
                 Operands { hidden: none, weight: none, labels: Labels::I32(null()), bias: null() };
             let (loss, logps, lse, lse_low) = (nothing, nothing, nothing, nothing);
-            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked: false };
             let gradients = Gradients { hidden: none, weight: none, bias: nothing };
             let scratch = Scratch { at: none, bytes: 0 };
             let options = CrossEntropy::default();

@@ -60,7 +60,7 @@ fn at(address: usize) -> *mut c_void {
 fn fused(kernel: &Kernel, stream: usize) -> Result<()> {
     let none = null_mut();
     let outputs =
-        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
+        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_masked: true };
     let labels = Labels::I64(without_provenance(0x30));
     let matrices = (at(0x10_000).cast_const(), at(0x10_000));
     // SAFETY: the driver that plays here touches no memory.
@@ -78,8 +78,13 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
     // SAFETY: the driver that plays here touches no memory.
     unsafe {
         if pass == Pass::Forward {
-            let outputs =
-                TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: true };
+            let outputs = TokenOutputs {
+                loss: none,
+                logps: none,
+                lse: none,
+                lse_low: none,
+                zero_masked: true,
+            };
             let columns = Columns { first: 0, count: vocab, carried: none.cast() };
             return product.forward(at(1), operands, columns, outputs, scratch);
         }

@@ -69,8 +69,8 @@ typedef struct {
   }* gradients;
   const float* bias;
   const uint32_t* gate;
-  uint16_t* lifts;
-  uint32_t *lifted, *labelled;
+  uint16_t* rescales;
+  uint32_t *rescaled, *labelled;
   const void *hidden_rows, *weight_rows;
   void* scaled_rows;
   float* dbias;
@@ -201,26 +201,26 @@ static double rounded_to(int dtype, double value) {
   return load(&bits, dtype, 0);
 }
 
-enum { TILE = 256, LIFT_BITS = 8 };
+enum { TILE = 256, RESCALE_BITS = 8 };
 
 /* A row of the unnormalised softmax, of logits `x`, and its sums, which are all the first part's. */
 static void write_unnormalised(const Product* a, int dtype, int64_t row, const double* x) {
   const Rows* rows = &a->row;
   double sum = 0, rounded = 0, values = 0, weighted = 0, before = -INFINITY, others = -INFINITY;
-  int lifts = 0;
+  int rescales = 0;
   const int64_t placed = (int64_t)a->dlogits.extents[0];
   for (int64_t first = 0; first < rows->columns; first += TILE) {
     const int64_t end = first + TILE < rows->columns ? first + TILE : rows->columns;
     double most = -INFINITY;
     for (int64_t v = first; v < end; ++v) most = fmax(most, tempered(rows, x[v]));
-    const double bits = most / log(2) + a->gradients[row].c - LIFT_BITS * lifts;
+    const double bits = most / log(2) + a->gradients[row].c - RESCALE_BITS * rescales;
     if (bits >= 74) {
-      const int steps = (int)ceil((bits + 58) / LIFT_BITS);
-      sum *= exp2(-LIFT_BITS * steps), rounded *= exp2(-LIFT_BITS * steps), lifts += steps;
-      weighted *= exp2(-LIFT_BITS * steps);
+      const int steps = (int)ceil((bits + 58) / RESCALE_BITS);
+      sum *= exp2(-RESCALE_BITS * steps), rounded *= exp2(-RESCALE_BITS * steps), rescales += steps;
+      weighted *= exp2(-RESCALE_BITS * steps);
     }
     for (int64_t v = first; v < end; ++v) {
-      const double z = tempered(rows, x[v]), c = a->gradients[row].c - LIFT_BITS * lifts;
+      const double z = tempered(rows, x[v]), c = a->gradients[row].c - RESCALE_BITS * rescales;
       const double e = exp2(z / log(2) + c);
       sum += e, values += z, weighted += e * z / rows->per_element;
       const int is_before = rows->first_column + v < a->gradients[row].target;
@@ -234,15 +234,15 @@ static void write_unnormalised(const Product* a, int dtype, int64_t row, const d
       }
       if (rows->first_column + v == a->gradients[row].target) a->label_logits[row] = (float)x[v];
     }
-    if (lifts > 0 && first < placed) {
-      a->lifts[first / TILE * rows->tokens + row] = (uint16_t)lifts;
-      *a->lifted = 1;
+    if (rescales > 0 && first < placed) {
+      a->rescales[first / TILE * rows->tokens + row] = (uint16_t)rescales;
+      *a->rescaled = 1;
     }
   }
   for (uint32_t part = 0; part < a->parts; ++part) {
     const int64_t at = part * rows->tokens + row;
     const int is_first = part == 0;
-    a->sums[at].c = is_first ? a->gradients[row].c - LIFT_BITS * lifts : 1e30f;
+    a->sums[at].c = is_first ? a->gradients[row].c - RESCALE_BITS * rescales : 1e30f;
     a->sums[at].exponentials = is_first ? (float)sum : 0;
     a->rounded[at] = is_first ? (float)rounded : 0;
     if (a->values) a->values[at] = is_first ? (float)values : 0;
@@ -309,21 +309,21 @@ static int compute_unnormalised(const Product* a, const char* what) {
       }
       if (a->bias) logit += a->bias[column];
       logit = tempered(rows, logit);
-      /* Sometimes far enough away for a shift that has to be lifted, in any tile. */
-      if (getenv("FAKE_LIFTS")) logit -= 30 + 40 * (row % 3);
+      /* Sometimes far enough away for a shift that has to be raised, in any tile. */
+      if (getenv("FAKE_RESCALES")) logit -= 30 + 40 * (row % 3);
       a->gradients[row].c = (float)(rint(-logit / log(2)) - 58);
       a->gradients[row].factor = !is_idle(rows, row);
       a->gradients[row].target = has_label ? (int32_t)label : -1;
-      *a->lifted = 0;
+      *a->rescaled = 0;
       if (has_label) a->labelled[label / 32] |= 1u << label % 32;
     } else if (strcmp(what, "align") == 0) {
       if (is_idle(rows, row)) continue;
       const double share = uniform_share(rows, row, at_p, rounded);
       for (int64_t v = 0; v < a->part_count; ++v) {
         const int64_t at = row * rows->stride + v;
-        const double lift = LIFT_BITS * a->lifts[v / TILE * rows->tokens + row];
+        const double rescale = RESCALE_BITS * a->rescales[v / TILE * rows->tokens + row];
         const double e = load(rows->dlogits, BF16, at);
-        if (e != 0) store(rows->dlogits, BF16, at, e * exp2(all.c - a->gradients[row].c + lift) - share);
+        if (e != 0) store(rows->dlogits, BF16, at, e * exp2(all.c - a->gradients[row].c + rescale) - share);
       }
     } else if (strcmp(what, "distribution") == 0) {
       double weighted = 0, before = -INFINITY, others = -INFINITY;

@@ -69,7 +69,7 @@ fn schedules_over_kernels_of_hopper() {
 
 #[test]
 fn schedules_where_shifts_are_raised() {
-    run("90", &[("FAKE_LIFTS", "1")]);
+    run("90", &[("FAKE_RESCALES", "1")]);
 }
 
 /// Memory of a size, and no more: what follows it is looked at.
@@ -270,7 +270,7 @@ impl<E: Element> Problem<E> {
             numbers.each_mut().map(|memory| memory.at().cast::<f32>());
         let argmax = argmax.cast();
         let distribution = DistributionOutputs { entropy, highest: null_mut(), argmax };
-        let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+        let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked: false };
         let saved: Vec<f32> = self.outputs.iter().map(|token| token.lse as f32).collect();
         let saved_low: Vec<f32> = self
             .outputs
@@ -536,7 +536,7 @@ fn too_little_for_logits() {
     let labels = Labels::I32(null());
     let operands = Operands { hidden: null(), weight: null(), labels, bias: null() };
     let outputs =
-        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_idle: false };
+        TokenOutputs { loss: none, logps: none, lse: none, lse_low: none, zero_masked: false };
     let scratch = Scratch { at: null_mut(), bytes: linear.scratch_bytes(Pass::Forward) };
     let (options, stream) = (CrossEntropy::default(), without_provenance_mut(1));
     // SAFETY: nothing is read or launched before the workspace was looked at.

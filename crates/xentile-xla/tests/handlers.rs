@@ -210,7 +210,7 @@ impl<E: Element> Problem<E> {
                 logps: Some(logps),
                 lse: Some(lse),
                 lse_low: Some(lse_low),
-                zero_idle: false,
+                zero_masked: false,
             };
             let of = DistributionOutputs { entropy, highest, argmax: &mut argmax };
             kernel.distribution(&self.logits, outputs, of).unwrap();
@@ -247,7 +247,7 @@ impl<E: Element> Problem<E> {
                     logps: None,
                     lse: Some(lse),
                     lse_low: Some(lse_low),
-                    zero_idle: !every_token,
+                    zero_masked: !every_token,
                 };
                 let of = DistributionOutputs { entropy, highest, argmax: &mut argmax };
                 let mut dlogits = self.logits.clone();
@@ -273,10 +273,10 @@ impl<E: Element> Problem<E> {
             for (narrow, every_token) in
                 [(false, false), (false, true), (true, false), (true, true)]
             {
-                let zero_idle = !every_token;
+                let zero_masked = !every_token;
                 let mut native = [(); 4].map(|()| vec![7.0_f32; tokens]);
                 let [loss, logps, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
-                let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+                let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked };
                 kernel.forward(&self.logits, outputs).unwrap();
                 let mut forward = self.forward(narrow, every_token);
                 forward.call(handler("xentile_cross_entropy_forward")).unwrap();
@@ -298,7 +298,7 @@ impl<E: Element> Problem<E> {
 
                 let mut native = [(); 3].map(|()| vec![7.0_f32; tokens]);
                 let [loss, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
-                let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_idle };
+                let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_masked };
                 dlogits.copy_from_slice(&self.logits);
                 kernel.fused(InOut::InPlace(&mut dlogits), g, outputs).unwrap();
                 let fused = || self.fused(narrow, every_token);
@@ -882,11 +882,11 @@ mod linear_on_cpu {
             };
             let scratch = &mut vec![0; self.scratch()][..];
             let [dloss, dlogps, dlse] = &self.cotangents;
-            let zero_idle = false;
+            let zero_masked = false;
 
             let mut native = [(); 4].map(|()| vec![7.0_f32; TOKENS]);
             let [loss, logps, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
-            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle };
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked };
             linear.forward(operands, outputs, scratch).unwrap();
             self.run("forward", &[], &native, None);
 
@@ -901,7 +901,7 @@ mod linear_on_cpu {
 
             let mut native = [(); 3].map(|()| vec![7.0_f32; TOKENS]);
             let [loss, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
-            let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_idle };
+            let outputs = TokenOutputs { loss, logps: None, lse, lse_low, zero_masked };
             linear.fused(operands, dloss, outputs, made.gradients(), scratch).unwrap();
             self.run("fused", &[dloss], &native, Some(&made));
         }
@@ -918,7 +918,7 @@ mod linear_on_cpu {
             let mut made = Made::of(self);
             let mut native = [(); 4].map(|()| vec![7.0_f32; TOKENS]);
             let [loss, logps, lse, lse_low] = native.each_mut().map(|x| Some(&mut x[..]));
-            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+            let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked: false };
             linear.keep(operands, outputs, &mut made.weight, scratch).unwrap();
             let [lse, lse_low, dloss, dlogps, dlse] = *numbers;
             let saved = SavedLse { lse, lse_low: Some(lse_low) };

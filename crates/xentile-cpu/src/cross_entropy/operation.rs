@@ -121,7 +121,7 @@ impl<E: Element + ArrayElement> Tiled<'_, E> {
         lse_low.resize(self.of.shape.tokens(), 0.0);
         let [loss, logps] = results.slices_mut(["loss", "logps"]);
         let (lse, lse_low) = (Some(lse.as_mut_slice()), Some(lse_low.as_mut_slice()));
-        let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_idle: false };
+        let outputs = TokenOutputs { loss, logps, lse, lse_low, zero_masked: false };
         if has_distribution(self.of.problem) {
             self.entropy.resize(self.of.shape.tokens(), 0.0);
             let mut highest = vec![0.0; self.of.shape.tokens()];

@@ -33,7 +33,7 @@ const MOST_CAP: f64 = 45.0;
 const LEAST_TEMPERATURE: f64 = 1.0 / 64.0;
 
 /// Bytes of a tile's shift of a token.
-const LIFT_BYTES: usize = 2;
+const RESCALE_BYTES: usize = 2;
 
 /// Whether there is an unnormalised softmax of so many tokens for `options`: it has the range of f32.
 /// What a uniform target takes off is one number a row, unless a softcap's derivative multiplies it.
@@ -48,8 +48,8 @@ pub fn unnormalised_support(dtype: DType, tokens: usize, options: &CrossEntropy)
 }
 
 /// Bytes of the shifts of so many tokens' unnormalised softmax, in places of so many columns.
-pub(crate) fn lifts_bytes(tokens: usize, places: impl Iterator<Item = usize>) -> usize {
-    LIFT_BYTES * tokens * places.map(tiles_of).sum::<usize>()
+pub(crate) fn rescale_bytes(tokens: usize, places: impl Iterator<Item = usize>) -> usize {
+    RESCALE_BYTES * tokens * places.map(tiles_of).sum::<usize>()
 }
 
 fn tiles_of(columns: usize) -> usize {
@@ -69,7 +69,7 @@ pub struct Unnormalised<'a> {
     /// [`times_weight`](FusedProduct::times_weight).
     pub of_tokens: *mut c_void,
     /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
-    pub lifts: *mut c_void,
+    pub rescales: *mut c_void,
     /// Where what is said of each token's distribution goes, if that is asked for. Of the likeliest
     /// column only whether it is the label's is known: `argmax` is -1 where it is not, and `highest` is
     /// not written.
@@ -106,7 +106,7 @@ impl FusedProduct {
         if !unnormalised_support(dtype, tokens, &options) {
             return Err(Error::Unnormalised { dtype, tokens, most: MOST_TOKENS });
         }
-        let Unnormalised { places, scaled, of_tokens, lifts, distribution } = to;
+        let Unnormalised { places, scaled, of_tokens, rescales, distribution } = to;
         let epilogue = Epilogue::unnormalised(distribution.is_some());
         let wants_argmax = distribution.is_some_and(|to| !to.argmax.is_null());
         let most = self.parts_in(scratch.bytes, places.len().max(1), epilogue)?;
@@ -117,7 +117,7 @@ impl FusedProduct {
         }
         // SAFETY: passed on from this function's contract.
         let product = unsafe { self.ready(epilogue, stream) }?;
-        let (lifted, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
+        let (rescaled, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
         let written = places.last().map_or(0, |last| last.first_column + last.columns);
         let of_pass = |of_product, place: DLogits, columns, parts| -> Result<Arguments> {
             let common = self.arguments(of_product, operands, (place, columns), parts, scratch)?;
@@ -132,8 +132,8 @@ impl FusedProduct {
                 weighted: at(layout.weighted).cast(),
                 largest: if wants_argmax { at(layout.largest) } else { null_mut() },
                 gradients: Self::gradient_of(of_tokens, 0),
-                lifts: lifts.cast(),
-                lifted,
+                rescales: rescales.cast(),
+                rescaled,
                 labelled,
                 hidden_rows: operands.hidden,
                 scaled_rows: scaled,
@@ -164,7 +164,7 @@ impl FusedProduct {
                 largest: past(all.largest.cast::<u8>(), LARGEST_BYTES * before).cast(),
                 values: past(all.values, before),
                 label_logits: all.label_logits,
-                lifts: all.lifts.wrapping_add(tokens * tiles),
+                rescales: all.rescales.wrapping_add(tokens * tiles),
                 ..arguments
             };
             parts += own;
@@ -172,12 +172,12 @@ impl FusedProduct {
             Ok(here)
         });
         let of_places = of_places.collect::<Result<Vec<_>>>()?;
-        let gate = if options.label_smoothing == 0.0 { lifted.cast_const() } else { null() };
-        let lifts_bytes = lifts_bytes(tokens, places.iter().map(|place| place.columns));
+        let gate = if options.label_smoothing == 0.0 { rescaled.cast_const() } else { null() };
+        let rescale_bytes = rescale_bytes(tokens, places.iter().map(|place| place.columns));
         // SAFETY: passed on from this function's contract.
         unsafe {
             Driver::get()?.clear(stream, labelled.cast(), Self::labelled_bytes(vocab))?;
-            Driver::get()?.clear(stream, lifts, lifts_bytes)?;
+            Driver::get()?.clear(stream, rescales, rescale_bytes)?;
             self.launch_on_tokens("unnormalised_begin", WARP, stream, &all)?;
             for arguments in &of_places {
                 product.launch_product(stream, arguments)?;

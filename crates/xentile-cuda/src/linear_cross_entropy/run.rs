@@ -525,7 +525,7 @@ impl<'a> Run<'a> {
             places: &places,
             scaled: scaled.at,
             of_tokens: self.at(self.layout.of_tokens),
-            lifts: self.at(self.layout.lifts),
+            rescales: self.at(self.layout.rescales),
             distribution: self.distribution.map(|of| of.from(tokens.first)),
         };
         // SAFETY: passed on from this function's contract.

@@ -6,7 +6,7 @@ use xentile::linear_cross_entropy::plan::cuda::{row_stride, slot_offset};
 
 use super::Linear;
 use crate::cross_entropy::Pass;
-use crate::fused_product::{FusedProduct, lifts_bytes};
+use crate::fused_product::{FusedProduct, rescale_bytes};
 
 /// Bytes of a row's sums between chunks.
 pub(super) const CARRIED_BYTES: usize = 16;
@@ -91,7 +91,7 @@ pub(super) struct Layout {
     /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
     pub(super) scaled: usize,
     /// Shifts of a chunk's unnormalised softmax.
-    pub(super) lifts: usize,
+    pub(super) rescales: usize,
     pub(super) of_weight: usize,
     pub(super) bytes: usize,
 }
@@ -175,7 +175,7 @@ impl Linear {
         let wide = take(only(self.wide, wide));
         let has_scaled = pass == Pass::Fused && self.keeps_scaled() && !self.wide;
         let scaled = take(only(sweep.once || has_scaled, scaled));
-        let lifts = take(only(pass == Pass::Fused && !self.wide, self.lifts_bytes(sweep)));
+        let rescales = take(only(pass == Pass::Fused && !self.wide, self.rescale_bytes(sweep)));
         let of_weight = take(only(of_weight, 4 * rows * row));
         Layout {
             of_hidden,
@@ -185,20 +185,20 @@ impl Linear {
             logits,
             wide,
             scaled,
-            lifts,
+            rescales,
             of_weight,
             bytes,
         }
     }
 
     /// Bytes of the shifts of the unnormalised softmax that a sweep of the fused pass makes.
-    fn lifts_bytes(&self, sweep: Sweep) -> usize {
+    fn rescale_bytes(&self, sweep: Sweep) -> usize {
         let Extents { tokens, columns } = sweep.chunk;
         if self.dtype == DType::F32 || (self.once.is_some() && !sweep.once) {
             return 0;
         }
         let kept = self.columns().kept.into_iter().map(|kept| kept.count);
-        lifts_bytes(tokens, kept.chain([columns]))
+        rescale_bytes(tokens, kept.chain([columns]))
     }
 
     /// Whether scaled hidden states are kept apart from the gradient, which is not of their dtype.
@@ -344,8 +344,8 @@ mod tests {
         // Of 5000 columns 157 words.
         let of_tokens: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;
         // Of 20 tiles.
-        let lifts: usize = (2_usize * 20 * 1000).next_multiple_of(256);
-        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens + lifts);
+        let rescales: usize = (2_usize * 20 * 1000).next_multiple_of(256);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens + rescales);
         assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
         let part = tiled(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
@@ -370,8 +370,8 @@ mod tests {
         let tokens = tiled(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         let sums = 4 * (5000 - 2496) * 64;
-        let lifts = round(2 * 20 * 500);
-        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + lifts + sums);
+        let rescales = round(2 * 20 * 500);
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + rescales + sums);
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
@@ -382,10 +382,10 @@ mod tests {
         let once = Extents { tokens: 250, columns: 3000 };
         let logits = WORKSPACE_BYTES + round(250 * 3008 * 2);
         let (scaled, weight) = (2 * 250 * 64, 4 * 500 * 64);
-        let lifts = round(2 * 12 * 250);
+        let rescales = round(2 * 12 * 250);
         assert_eq!(
             Linear { once: Some(once), ..tiled(1000, 512) }.scratch_bytes(Pass::Fused),
-            logits + lifts + of_tokens + hidden + round(scaled) + weight
+            logits + rescales + of_tokens + hidden + round(scaled) + weight
         );
         // Logits in f32 lie beside what is made of them, without gaps.
         let wide = Linear { wide: true, ..tiled(500, 5000) };

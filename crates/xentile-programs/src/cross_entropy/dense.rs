@@ -156,9 +156,9 @@ impl Rows {
         let [g, h, k] = [g, h, k].map(|x| b.compare(Comparison::Equal, x, &zeros));
         let unasked = b.binary("and", &g, &h);
         let unasked = b.binary("and", &unasked, &k);
-        let idle = b.binary("or", &self.ignored, &unasked);
-        let idle = spread(b, &idle);
-        dz = b.select(&idle, &nothing, &dz);
+        let masked = b.binary("or", &self.ignored, &unasked);
+        let masked = spread(b, &masked);
+        dz = b.select(&masked, &nothing, &dz);
         b.convert(&dz, problem.dtype.into())
     }
 }

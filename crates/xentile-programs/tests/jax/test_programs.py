@@ -87,7 +87,7 @@ def test_per_token(programs: Any, dtype: str, options: str, implementation: str)
     logits, labels = problem(rng, dtype, 12, 101)
     keys = OPTIONS[options]
     f = lambda x: cross_entropy_per_token(x, labels, return_lse=True, **keys)  # noqa: E731
-    expected, pull = jax.vjp(f, logits)
+    expected, vjp = jax.vjp(f, logits)
     text = programs("forward", implementation, 12, 101, NAMES[dtype], **keys)
     for actual, wanted in zip(run(text, logits, labels), expected, strict=True):
         close(actual, wanted, "float32")
@@ -97,9 +97,9 @@ def test_per_token(programs: Any, dtype: str, options: str, implementation: str)
     *outputs, dlogits = run(text, logits, labels, *cotangents)
     for actual, wanted in zip(outputs, expected, strict=True):
         close(actual, wanted, "float32")
-    close(dlogits, pull(tuple(cotangents))[0], dtype)
+    close(dlogits, vjp(tuple(cotangents))[0], dtype)
     if implementation == "kernel":
-        assert dlogits.tobytes() == np.asarray(pull(tuple(cotangents))[0]).tobytes()
+        assert dlogits.tobytes() == np.asarray(vjp(tuple(cotangents))[0]).tobytes()
 
 
 @pytest.mark.parametrize("implementation", ["dense", "kernel"])
@@ -124,12 +124,12 @@ def test_reduced(
     keys = {"weights": "true"} if weighted else {}
     text = programs(reduction, implementation, 12, 101, NAMES[dtype], **keys)
     value, dlogits = run(text, logits, labels, *more)
-    expected, pull = jax.vjp(f, logits)
+    expected, vjp = jax.vjp(f, logits)
     close(value, expected, "float32")
-    close(dlogits, pull(jnp.float32(1))[0], dtype)
+    close(dlogits, vjp(jnp.float32(1))[0], dtype)
     text = programs(reduction, implementation, 12, 101, NAMES[dtype], cotangent="true", **keys)
     _, dlogits = run(text, logits, labels, *more, np.float32(0.3))
-    close(dlogits, pull(jnp.float32(0.3))[0], dtype)
+    close(dlogits, vjp(jnp.float32(0.3))[0], dtype)
 
 
 @pytest.mark.parametrize("implementation", ["dense", "kernel"])

@@ -78,8 +78,8 @@ def per_token(
         loss = jnp.where(counted, lse - picked, 0.0)
         return loss, -loss, lse
 
-    results, pull = jax.vjp(outputs, logits)
-    (dlogits,) = pull(tuple(jnp.where(counted, cotangent, 0.0) for cotangent in cotangents))
+    results, vjp = jax.vjp(outputs, logits)
+    (dlogits,) = vjp(tuple(jnp.where(counted, cotangent, 0.0) for cotangent in cotangents))
     return *results, dlogits
 
 

@@ -63,7 +63,7 @@ fn forward(
         logps: Some(logps.into_slice()),
         lse: Some(lse.into_slice()),
         lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
@@ -118,7 +118,7 @@ fn fused(
         logps: None,
         lse: Some(lse.into_slice()),
         lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
@@ -154,7 +154,7 @@ fn distribution(
         logps: Some(logps.into_slice()),
         lse: Some(lse.into_slice()),
         lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let of = said(entropy, highest, argmax);
     let pool = Pool(pool);
@@ -192,7 +192,7 @@ fn distribution_fused(
         logps: None,
         lse: Some(lse.into_slice()),
         lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let of = said(entropy, highest, argmax);
     let pool = Pool(pool);

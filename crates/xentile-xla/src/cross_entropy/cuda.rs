@@ -65,7 +65,7 @@ fn forward(
         logps: logps.as_ptr().cast(),
         lse: lse.as_ptr().cast(),
         lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     call.run(Pass::Forward, |kernel, stream| {
         // SAFETY: XLA's stream and buffers, whose shapes were checked.
@@ -123,7 +123,7 @@ fn fused(
         logps: null_mut(),
         lse: lse.as_ptr().cast(),
         lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
     call.run(Pass::Fused, |kernel, stream| {
@@ -157,7 +157,7 @@ fn distribution(
         logps: logps.as_ptr().cast(),
         lse: lse.as_ptr().cast(),
         lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let of = asked.of(said(entropy, Some(highest), argmax));
     call.run_with(
@@ -198,7 +198,7 @@ fn distribution_fused(
         logps: null_mut(),
         lse: lse.as_ptr().cast(),
         lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let of = asked.of(said(entropy, Some(highest), argmax));
     let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());

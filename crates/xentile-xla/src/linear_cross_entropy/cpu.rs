@@ -143,7 +143,7 @@ fn fused(
         logps: None,
         lse: Some(lse.into_slice()),
         lse_low: Some(lse_low.into_slice()),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let scratch = scratch.into_slice();
     with_element!(hidden.dtype(), "hidden", E => {
@@ -225,14 +225,14 @@ fn resume(
 fn every_output<'a>(
     labels: AnyBuffer,
     outputs: [BufferMut<'a, f32>; 4],
-    zero_idle: bool,
+    zero_masked: bool,
 ) -> Result<TokenOutputs<'a>> {
     let names = ["loss", "logps", "lse", "lse_low"];
     for (name, output) in names.into_iter().zip(&outputs) {
         check_tokens(labels.dims(), &[(name, output.dims())])?;
     }
     let [loss, logps, lse, lse_low] = outputs.map(|output| Some(output.into_slice()));
-    Ok(TokenOutputs { loss, logps, lse, lse_low, zero_idle })
+    Ok(TokenOutputs { loss, logps, lse, lse_low, zero_masked })
 }
 
 /// What a backward pass takes of each token: lse and lse_low, and cotangents of loss, logps and lse.

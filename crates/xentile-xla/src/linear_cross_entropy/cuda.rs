@@ -116,7 +116,7 @@ fn forward(
         logps: logps.as_ptr().cast(),
         lse: lse.as_ptr().cast(),
         lse_low: lse_low.as_ptr().cast(),
-        zero_idle: !every_token,
+        zero_masked: !every_token,
     };
     let stream = context.stream()?.as_ptr();
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
@@ -356,7 +356,7 @@ impl Call {
             lse: lse.as_ptr().cast(),
             lse_low: lse_low.as_ptr().cast(),
             // Where more is said, that is of tokens without a cotangent too.
-            zero_idle: !every_token && said.is_none(),
+            zero_masked: !every_token && said.is_none(),
         };
         let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
         let Self { linear, operands, scratch } = self;

@@ -82,8 +82,8 @@ def _activation(cell: Cell, given: dict[str, Any]) -> Program:
     options = ActivationOptions(kind, layout, implementation=cell.implementation, **given)
 
     def forward_and_backward(x: Any, dy: Any) -> Any:
-        y, pull = jax.vjp(lambda x: activation.activation(options, x), x)
-        return y, *pull(dy)
+        y, vjp = jax.vjp(lambda x: activation.activation(options, x), x)
+        return y, *vjp(dy)
 
     packs = 1 if layout == "single" else 2
     x, dy = (Shape((cell.tokens, columns), DTYPES[cell.dtype]) for columns in (mlp * packs, mlp))
@@ -103,8 +103,8 @@ def _norm(cell: Cell, options: dict[str, Any]) -> Program:
         return tuple(found[:outputs]), found[outputs:]
 
     def forward_and_backward(*arguments: Any) -> Any:
-        found, pull, statistics = jax.vjp(norm, *arguments[: len(arrays)], has_aux=True)
-        gradients = pull(arguments[len(arrays) :])
+        found, vjp, statistics = jax.vjp(norm, *arguments[: len(arrays)], has_aux=True)
+        gradients = vjp(arguments[len(arrays) :])
         # The gradient of a residual is dx.
         return *found, *statistics, *(gradients if is_layer else gradients[:2])
 
@@ -131,8 +131,8 @@ def _rope(cell: Cell, given: dict[str, Any]) -> Program:
         def f(x: Any) -> Any:
             return rope(x, positions=positions, **given)
 
-        y, pull = jax.vjp(f, x)
-        return y, *pull(dy)
+        y, vjp = jax.vjp(f, x)
+        return y, *vjp(dy)
 
     rows = Shape((cell.tokens, heads, head_dim), DTYPES[cell.dtype])
     positions = Shape((cell.tokens,), jnp.int32)
@@ -197,8 +197,8 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
             o, lse = flash_attention.attention(options, *arrays)
             return o.reshape(q.shape), lse.reshape(heads, tokens)
 
-        found, pull = jax.vjp(function, q, k, v, *sinks)
-        return *found, *pull((do, dlse))
+        found, vjp = jax.vjp(function, q, k, v, *sinks)
+        return *found, *vjp((do, dlse))
 
     q = Shape((heads, tokens, head_dim), DTYPES[cell.dtype])
     k = Shape((kv_heads, keys, head_dim), DTYPES[cell.dtype])
@@ -235,8 +235,8 @@ def _linear_attention(cell: Cell, given: dict[str, Any]) -> Program:
 
     def forward_and_backward(*arguments: Any) -> Any:
         *arrays, do = (one[None] for one in arguments)
-        o, pull = jax.vjp(function, *arrays)
-        return tuple(one[0] for one in (o, *pull(do)))
+        o, vjp = jax.vjp(function, *arrays)
+        return tuple(one[0] for one in (o, *vjp(do)))
 
     shapes = ((settings.heads, settings.head_dim), (settings.value_heads, settings.value_dim))
     q, v = (Shape((cell.tokens, *shape), DTYPES[cell.dtype]) for shape in shapes)

@@ -85,8 +85,8 @@ def backward_with_y(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.
 def _dense_with_y(options: Options, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Otherwise XLA would merge y with that of the forward pass, and keep it until here.
     x, dy = jax.lax.optimization_barrier((x, dy))
-    y, pull = jax.vjp(Bound(reference.forward, options), x)
-    return *pull(dy), y
+    y, vjp = jax.vjp(Bound(reference.forward, options), x)
+    return *vjp(dy), y
 
 
 def activation(options: Options, *arrays: jax.Array) -> jax.Array:

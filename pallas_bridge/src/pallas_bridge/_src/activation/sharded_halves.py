@@ -33,8 +33,8 @@ def backward_with_y(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradient of a device's own x, and y [.., F / n]."""
     options = replace(options, layout="apart")
-    y, pull = jax.vjp(Bound(reference.forward, options), *_to_pairs(axes, x))
-    return _to_blocks(axes, *pull(dy)), y
+    y, vjp = jax.vjp(Bound(reference.forward, options), *_to_pairs(axes, x))
+    return _to_blocks(axes, *vjp(dy)), y
 
 
 def rounds(count: int) -> list[int]:

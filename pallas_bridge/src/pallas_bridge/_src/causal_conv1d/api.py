@@ -262,8 +262,8 @@ def _program(cell: Cell, given: dict[str, Any]) -> Program:
         def convolved(*arrays: Any) -> Any:
             return causal_conv1d(*arrays, activation=activation, implementation=cell.implementation)
 
-        y, pull = jax.vjp(convolved, *arrays[:-1])
-        return y, *pull(arrays[-1])
+        y, vjp = jax.vjp(convolved, *arrays[:-1])
+        return y, *vjp(arrays[-1])
 
     rows = jax.ShapeDtypeStruct((cell.tokens, settings.channels), DTYPES[cell.dtype])
     shapes = [(settings.channels, given.get("width", 4)), *[(settings.channels,)] * settings.bias]

@@ -98,8 +98,8 @@ def _reduced_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Any, An
     needs_losses = moving_factors is not None
     dlogits = None
     if logits.dtype == jnp.float16:
-        # The range of f16 ends at 6e-8, below which the gradient of a mean soon lies, and a loss
-        # scale, which is there to lift it, comes with the cotangent: dlogits must wait for that.
+        # f16 underflows below 6e-8, where gradients of a mean lie. The loss scale that prevents it
+        # comes with the cotangent, so dlogits are computed in the backward pass.
         call = calls.make_call("forward", options, options.every_token)
         loss, lse, lse_low = bind(call, logits, labels, keep=(0, 2, 3))
     else:

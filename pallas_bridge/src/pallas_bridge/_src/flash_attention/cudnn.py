@@ -123,8 +123,8 @@ class Cudnn:
         trees = []
 
         def both(*arrays: jax.Array) -> list[jax.Array]:
-            o, pull = jax.vjp(self.attend, *arrays)
-            leaves, tree = jax.tree.flatten(pull)
+            o, vjp = jax.vjp(self.attend, *arrays)
+            leaves, tree = jax.tree.flatten(vjp)
             trees.append(tree)
             return [o, *leaves]
 
@@ -164,9 +164,9 @@ class Saving:
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns o, and statistics [.., H, G, S] in float32, zeros where none are saved."""
         arrays = _by_tokens(q, 2), _by_tokens(k, 1), _by_tokens(v, 1)
-        o, pull = jax.vjp(self.attend, *arrays)
+        o, vjp = jax.vjp(self.attend, *arrays)
         if STATISTICS in self.sources:
-            statistics = jax.tree.leaves(pull)[self.sources.index(STATISTICS)]
+            statistics = jax.tree.leaves(vjp)[self.sources.index(STATISTICS)]
         else:
             statistics, *_ = vary_alike([jnp.zeros(q.shape[:-1], jnp.float32), o])
         return _by_heads(o, q), statistics.reshape(q.shape[:-1])

@@ -157,6 +157,6 @@ def _gradients(
         found = forward(options, *every)
         return found if dlse is not None else found[0]
 
-    _, pull = jax.vjp(run_forward, *(arrays[index] for index in moving))
-    found: tuple[jax.Array, ...] = pull(do if dlse is None else (do, dlse))
+    _, vjp = jax.vjp(run_forward, *(arrays[index] for index in moving))
+    found: tuple[jax.Array, ...] = vjp(do if dlse is None else (do, dlse))
     return found

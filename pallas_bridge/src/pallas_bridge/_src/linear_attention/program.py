@@ -156,13 +156,13 @@ class Program:
             def of_group(offset: Any, count: int, carry: Any) -> Any:
                 gradients, dstate = carry
                 at = first + offset
-                chunks, pull = jax.vjp(self._load, *_rows(tokens, at, count))
+                chunks, vjp = jax.vjp(self._load, *_rows(tokens, at, count))
                 (rows,) = _rows([do], at, count)
                 heads = chunks.k.shape[2]
                 number = offset // self.group
                 state = jax.lax.dynamic_index_in_dim(states, number, 0, keepdims=False)
                 found, dstate = self._gradients(chunks, state, self._split(rows, heads), dstate)
-                pairs = zip(gradients, pull(found), strict=True)
+                pairs = zip(gradients, vjp(found), strict=True)
                 return [_put(one, part, at) for one, part in pairs], dstate
 
             return for_each_chunk(count, self.group, of_group, carry, is_reversed=True)
