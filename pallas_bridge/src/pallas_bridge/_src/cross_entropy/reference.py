@@ -157,11 +157,11 @@ def outputs_of_sums(
     vocab: int,
     labels: jax.Array,
     sums: Sequence[jax.Array] | jax.Array,
-    masked: jax.Array | None = None,
+    is_masked: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns loss, logps, lse and lse_low [N] of a row's lse, lse_low, z_y and sum of z.
 
-    Unless `options.every_token`, they are 0 for `masked` tokens, for ignored ones if that is None.
+    Unless `options.every_token`, they are 0 where `is_masked`, by default for ignored tokens.
     """
     lse, low, at_label, total = sums
     logps = (at_label - lse) - low
@@ -175,7 +175,7 @@ def outputs_of_sums(
         return jnp.where(ignored, 0, jnp.where(bad, jnp.nan, values))
 
     def requested(values: jax.Array) -> jax.Array:
-        unused = ignored if masked is None else masked
+        unused = ignored if is_masked is None else is_masked
         return values if options.every_token else jnp.where(unused, 0, values)
 
     return requested(masked(loss)), requested(masked(logps)), requested(lse), requested(low)
@@ -185,10 +185,10 @@ def mask_cotangents(
     options: Options, vocab: int, labels: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
     """Returns cotangents that are 0 for masked tokens, and NaN for labels out of range."""
-    masked = is_ignored(options, labels)
-    masked |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
+    is_masked = is_ignored(options, labels)
+    is_masked |= jnp.stack([cotangent == 0 for cotangent in given]).all(0)
     bad = _out_of_range(options, vocab, labels)
-    return [jnp.where(masked, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
+    return [jnp.where(is_masked, 0, jnp.where(bad, jnp.nan, cotangent)) for cotangent in given]
 
 
 def masked_tokens(options: Options, labels: jax.Array, *cotangents: jax.Array) -> jax.Array:

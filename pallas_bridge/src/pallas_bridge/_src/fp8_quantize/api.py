@@ -153,9 +153,9 @@ def fp8_quantize(
     # Kernels have columns.
     x = x if x.ndim else x[None]
     results = _by_tensor(options, is_transposed, x, *([] if found is None else [found]))
-    values, scales, most, *transposed = results
+    values, scales, most, *copies = results
     quantized = Quantized(values.reshape(shape) if shape == () else values, scales)
-    both: Any = (quantized, Quantized(transposed[0], scales)) if is_transposed else quantized
+    both: Any = (quantized, Quantized(copies[0], scales)) if is_transposed else quantized
     if not wants_amax:
         return both
     return (*both, most) if is_transposed else (quantized, most)
@@ -441,12 +441,12 @@ def _by_tensor(
         most = reference.amax(x)
         scale = given[0] if given else reference.scale(options, most)
         values = reference.values(options, x, 1 / scale)
-        transposed = [jnp.swapaxes(values, -1, -2)] if is_transposed else []
-        return values, scale, most, *transposed
+        copies = [jnp.swapaxes(values, -1, -2)] if is_transposed else []
+        return values, scale, most, *copies
     scale = given[0] if given else reference.scale(options, custom_call.amax(options, x))
     run = custom_call.scaled_transposed if is_transposed else custom_call.scaled
-    values, most, *transposed = run(options, x, scale)
-    return values, scale, most, *transposed
+    values, most, *copies = run(options, x, scale)
+    return values, scale, most, *copies
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
