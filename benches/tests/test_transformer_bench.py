@@ -560,8 +560,8 @@ def test_time_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         bench("report", str(tmp_path / "time.jsonl"), "--out", str(out), "--html", str(html)) == 0
     )
     # What --report wrote is the same, but for the name of its pictures.
-    text = [one.with_suffix(".html").read_text() for one in (page, out)]
-    assert text[0] == text[1]
+    pages = [one.with_suffix(".html").read_text() for one in (page, out)]
+    assert pages[0] == pages[1]
     assert page.read_text().replace("text-time.svg", "page-time.svg") == out.read_text()
     text = out.read_text()
     assert "## Time of a step\n\n| size |" in text and "jax " in text
