@@ -48,7 +48,7 @@ class Coefficients:
         Raises:
             TypeError: a traced array that is no scalar.
         """
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in vars(self).items():
             check_scalar(name, value)
 
     @property
@@ -59,8 +59,8 @@ class Coefficients:
     @property
     def known(self) -> dict[str, Any]:
         """The coefficients that can be checked now, with 0 for the others."""
-        pairs = dataclasses.asdict(self).items()
-        return {name: 0.0 if is_traced(value) else value for name, value in pairs}
+        # `dataclasses.asdict` copies values, which within `jit` makes traced ones of arrays.
+        return {name: 0.0 if is_traced(value) else value for name, value in vars(self).items()}
 
     @property
     def indices(self) -> tuple[int, ...]:
