@@ -123,13 +123,7 @@ def _sweep(
     if reduces:
         out_shape.append(jax.ShapeDtypeStruct((blocks, NUMBERS, rows), jnp.float32))
         out_specs.append(block_of(NUMBERS))
-    formula = Formula(
-        options.label_smoothing,
-        options.z_loss,
-        options.softcap,
-        target.compares_bf16,
-        options.temperature,
-    )
+    formula = Formula(options, target.compares_bf16)
     name = {(True, True): "fused", (True, False): "forward", (False, True): "backward"}
     elements = plan.tokens * plan.vocab
     results = pl.pallas_call(

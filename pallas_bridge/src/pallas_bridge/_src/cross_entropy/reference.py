@@ -241,16 +241,8 @@ def reduced(
     options: Options, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the scalar sum of factor * loss, and lse [..], of a whole vocabulary."""
-    loss, _, lse = per_token(options, logits, labels)
+    loss, _, lse = token_outputs(Loss(options), logits, labels, None)
     return weighted(loss, factors).sum(), lse
-
-
-def per_token(
-    options: Options, logits: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns loss, logps and lse, each [..], of a whole vocabulary."""
-    loss, logps, lse = token_outputs(Loss(options), logits, labels, None)
-    return loss, logps, lse
 
 
 # What the library's calls of the same names give, in f32 (`calls`).
@@ -258,7 +250,7 @@ def per_token(
 
 def forward(options: Options, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
     """Returns loss, logps, lse and lse_low."""
-    *outputs, lse = per_token(options, logits, labels)
+    *outputs, lse = token_outputs(Loss(options), logits, labels, None)
     return *outputs, lse, jnp.zeros_like(lse)
 
 

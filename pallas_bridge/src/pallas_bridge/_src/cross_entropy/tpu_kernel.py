@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tpu_chunks import over_chunks
+from ..losses.options import Options
+from .tpu_chunks import Sweeps
 from .tpu_kernel_across import AcrossSweeps
 from .tpu_plan import LAG, LANES, NUMBERS, Plan, sublanes
 
@@ -37,24 +38,28 @@ NEAR_ONE = -0.5
 class Formula:
     """The options that the kernel is specialised for."""
 
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    compares_bf16: bool
-    temperature: float = 1.0
+    options: Options
+    compares_bf16: bool = False
+
+    @property
+    def smooths(self) -> bool:
+        """Whether there is label smoothing."""
+        return self.options.label_smoothing != 0
 
     def cap(self, z: jax.Array) -> jax.Array:
         """Applies softcap, where there is one, and temperature."""
-        if self.softcap is not None:
-            z = self.softcap * jnp.tanh(z * (1 / self.softcap))
-        return z if self.temperature == 1 else z * (1 / self.temperature)
+        softcap, temperature = self.options.softcap, self.options.temperature
+        if softcap is not None:
+            z = softcap * jnp.tanh(z * (1 / softcap))
+        return z if temperature == 1 else z * (1 / temperature)
 
     def times_slope(self, d: jax.Array, z: jax.Array) -> jax.Array:
         """Multiplies by the derivative of `cap`, of its result."""
-        if self.softcap is not None:
-            t = z * (self.temperature / self.softcap)
+        softcap, temperature = self.options.softcap, self.options.temperature
+        if softcap is not None:
+            t = z * (temperature / softcap)
             d = d * ((1 - t) * (1 + t))
-        return d if self.temperature == 1 else d * (1 / self.temperature)
+        return d if temperature == 1 else d * (1 / temperature)
 
     def gradient(self, z: jax.Array, shift: Any, factor: Any, even: Any, active: Any) -> jax.Array:
         """The gradient of logits that are not their token's label, of what `cap` returns.
@@ -64,11 +69,23 @@ class Formula:
         d = jnp.exp(z - shift) * factor
         if even is not None:
             d += even
-            if self.softcap is None:
+            if self.options.softcap is None:
                 # NaN where the whole row is.
                 d = jnp.where(z == -jnp.inf, factor * 0.0, d)
         d = self.times_slope(d, z)
         return jnp.where(active, d, 0.0)
+
+
+def finish_lse(highest: jax.Array, total: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Returns lse and its rounding error, of running maxima and sums beneath them on an axis."""
+    peak = jnp.max(highest, axis=axis, keepdims=True)
+    mass = jnp.sum(total * jnp.exp(highest - peak), axis=axis, keepdims=True)
+    # A row of nothing but -inf has no sum, and one with +inf no number.
+    log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
+    lse = peak + log
+    # The error of a sum, whichever term is larger.
+    low = jnp.where(jnp.abs(peak) >= jnp.abs(log), (peak - lse) + log, (log - lse) + peak)
+    return lse, low
 
 
 def run(*refs: Any, plan: Plan, formula: Formula, reduces: bool, writes: bool) -> None:
@@ -296,12 +313,11 @@ class _Labels:
         return act
 
 
-class _Sweeps:
-    """The vector operations on every logit of a tile."""
+class _Sweeps(Sweeps):
+    """The sweeps over a tile [time_block, block_size]."""
 
     def __init__(self, plan: Plan, formula: Formula, ring: Any, state: _State) -> None:
-        self.plan, self.formula, self.ring, self.state = plan, formula, ring, state
-        self.unit = sublanes(plan.dtype)
+        super().__init__(plan, formula, ring, state)
         self.height, self.width = plan.piece
         # The first row of each piece of a group of rows.
         self.tops = range(0, self.unit, self.height)
@@ -319,7 +335,7 @@ class _Sweeps:
         size = min(CHUNK, plan.block_size)
         while plan.block_size % size:
             size -= LANES
-        return over_chunks(plan, tile, size, LANES, act, carry)
+        return self.over_chunks(tile, size, LANES, act, carry)
 
     def pieces(self, registers: int, lanes: int) -> list[tuple[int, int, Any, jax.Array | None]]:
         """Splits a chunk into pieces of the size of vector units.
@@ -348,24 +364,7 @@ class _Sweeps:
         """Splits the values of a group of rows, by the first row of each piece."""
         return {top: values[top : top + self.height] for top in self.tops}
 
-    def reduce(self, tile: Any, slot: Any) -> None:
-        """Adds a tile to the maxima and sums of its rows."""
-
-        def act(group: Any) -> None:
-            state, formula = self.state, self.formula
-            most = self.largest(tile, slot, group)
-            before = state.highest[group, :]
-            peak = jnp.maximum(before, formula.cap(most))
-            parts, more = self.exponentials(tile, slot, group, self.by_height(peak))
-            state.highest[group, :] = peak
-            scaled = state.total[group, :] * jnp.exp(before - peak)
-            state.total[group, :] = scaled + _joined(parts)
-            if formula.label_smoothing:
-                state.sums[group, :] += _joined(more)
-
-        self.over_groups(act)
-
-    def largest(self, tile: Any, slot: Any, group: Any) -> jax.Array:
+    def largest(self, tile: Any, slot: Any, group: Any) -> Any:
         """The largest logit of each lane of a group of rows."""
         tops, width = self.tops, self.width
         compared = self.plan.dtype if self.formula.compares_bf16 else jnp.float32
@@ -389,18 +388,12 @@ class _Sweeps:
 
         lowest = jnp.full((self.height, width), -jnp.inf, compared)
         found = self.over_columns(tile, act, ((lowest,) * 4,) * len(tops))
-        mosts = [
-            _tree(
-                jnp.maximum,
-                _registers_of(_tree(jnp.maximum, own).astype(jnp.float32), width // LANES),
-            )
-            for own in found
-        ]
-        return mosts[0] if len(mosts) == 1 else jnp.concatenate(mosts, axis=0)
+        most = [_tree(jnp.maximum, own).astype(jnp.float32) for own in found]
+        return _joined(jnp.maximum, [_registers_of(one, width // LANES) for one in most])
 
-    def exponentials(self, tile: Any, slot: Any, group: Any, peaks: dict[int, Any]) -> Any:
-        """Sums of exponentials beneath the peaks, in parts; and of logits, for smoothing."""
-        tops, formula = self.tops, self.formula
+    def exponentials(self, tile: Any, slot: Any, group: Any, peak: jax.Array) -> Any:
+        """Sums of exponentials beneath the peaks; and of logits, for smoothing."""
+        tops, formula, peaks = self.tops, self.formula, self.by_height(peak)
 
         def act(column: Any, registers: int, lanes: int, carry: Any) -> Any:
             parts, sums = ({t: list(o) for t, o in zip(tops, c, strict=True)} for c in carry)
@@ -420,35 +413,25 @@ class _Sweeps:
             return tuple(tuple(map(tuple, c.values())) for c in (parts, sums))
 
         zero = jnp.zeros((self.height, LANES), jnp.float32)
-        smooth = (zero,) * 2 if formula.label_smoothing else ()
+        smooth = (zero,) * 2 if formula.smooths else ()
         start = ((zero,) * 4,) * len(tops), (smooth,) * len(tops)
-        return self.over_columns(tile, act, start)
+        parts, sums = self.over_columns(tile, act, start)
+        return _joined(jnp.add, parts), _joined(jnp.add, sums) if formula.smooths else None
 
-    def write(self, tile: Any, slot: Any) -> None:
-        """Writes gradients over the logits of a tile."""
-        state, formula = self.state, self.formula
+    def write_group(self, tile: Any, slot: Any, group: Any, *scalars: Any) -> None:
+        """Writes gradients over the logits of a group of rows; `scalars` are theirs."""
+        formula = self.formula
+        by_height = [None if one is None else self.by_height(one) for one in scalars]
 
-        def process_group(group: Any) -> None:
-            shifts = self.by_height(state.shift[group, :])
-            factors = self.by_height(state.scale[group, :])
-            active = self.by_height(state.takes_part[group, :] != 0)
-            even = self.by_height(state.spread[group, :]) if formula.label_smoothing else None
+        def act(column: Any, registers: int, lanes: int, carry: Any) -> Any:
+            chunk = self.chunk_of(slot, group, column, registers)
+            for top, count, where, _ in self.pieces(registers, lanes):
+                z = formula.cap(chunk[where].astype(jnp.float32))
+                own = (None if one is None else _repeated(one[top], count) for one in by_height)
+                chunk[where] = formula.gradient(z, *own).astype(self.plan.dtype)
+            return carry
 
-            def act(column: Any, registers: int, lanes: int, carry: Any) -> Any:
-                chunk = self.chunk_of(slot, group, column, registers)
-                for top, count, where, _ in self.pieces(registers, lanes):
-                    z = formula.cap(chunk[where].astype(jnp.float32))
-                    scalars = (
-                        None if one is None else _repeated(one[top], count)
-                        for one in (shifts, factors, even, active)
-                    )
-                    d = formula.gradient(z, *scalars)
-                    chunk[where] = d.astype(self.plan.dtype)
-                return carry
-
-            self.over_columns(tile, act, 0)
-
-        self.over_groups(process_group)
+        self.over_columns(tile, act, 0)
 
 
 class _Tokens:
@@ -482,27 +465,18 @@ class _Tokens:
         if reduces:
             state.highest[...] = jnp.full(self.wide, LEAST, jnp.float32)
             state.total[...] = jnp.zeros(self.wide, jnp.float32)
-            if self.formula.label_smoothing:
+            if self.formula.smooths:
                 state.sums[...] = jnp.zeros(self.wide, jnp.float32)
 
     def finish(self, found: Any) -> tuple[jax.Array, jax.Array]:
         """Writes the results of the reduction; returns lse and its rounding error."""
         state, rows = self.state, self.plan.time_block
-        peak = jnp.max(state.highest[...], axis=self.axis, keepdims=True)
-        mass = jnp.sum(
-            state.total[...] * jnp.exp(state.highest[...] - peak), axis=self.axis, keepdims=True
-        )
-        # A row of nothing but -inf has no sum, and one with +inf no number.
-        log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
-        lse = peak + log
-        low = (peak - lse) + log
-        # The error of a sum, whichever term is larger.
-        low = jnp.where(jnp.abs(peak) >= jnp.abs(log), low, (log - lse) + peak)
+        lse, low = finish_lse(state.highest[...], state.total[...], self.axis)
         z = self.formula.cap(jnp.sum(state.picked[...], axis=self.axis, keepdims=True))
         found[0, 0:1, :] = self.row_of(lse)
         found[0, 1:2, :] = self.row_of(low)
         found[0, 2:3, :] = self.row_of(z)
-        if self.formula.label_smoothing:
+        if self.formula.smooths:
             found[0, 3:4, :] = self.row_of(jnp.sum(state.sums[...], axis=self.axis, keepdims=True))
         else:
             found[0, 3:4, :] = jnp.zeros((1, rows), jnp.float32)
@@ -511,16 +485,16 @@ class _Tokens:
 
     def prepare(self, lse: jax.Array, low: jax.Array) -> None:
         """Sets the scalars of each token that the writing sweep needs."""
-        state, formula = self.state, self.formula
+        state, options = self.state, self.formula.options
         g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
-        a = g * (1 + 2 * formula.z_loss * lse) - h + k
-        c = -g * (formula.label_smoothing / self.plan.vocab)
+        a = g * (1 + 2 * options.z_loss * lse) - h + k
+        c = -g * (options.label_smoothing / self.plan.vocab)
         state.shift[...] = jnp.broadcast_to(lse, self.wide)
         state.scale[...] = jnp.broadcast_to(a * jnp.exp(-low), self.wide)
         state.takes_part[...] = jnp.broadcast_to(
             jnp.where((g != 0) | (h != 0) | (k != 0), 1.0, 0.0), self.wide
         )
-        if formula.label_smoothing:
+        if options.label_smoothing:
             state.spread[...] = jnp.broadcast_to(c, self.wide)
 
     def prepare_labels(self, lse: jax.Array, low: jax.Array) -> None:
@@ -531,7 +505,7 @@ class _Tokens:
         """
         state, formula = self.state, self.formula
         g, h, k = self.column_of(0), self.column_of(1), self.column_of(2)
-        slope, e = 2 * formula.z_loss * lse, formula.label_smoothing
+        slope, e = 2 * formula.options.z_loss * lse, formula.options.label_smoothing
         a = g * (1 + slope) - h + k
         z = formula.cap(jnp.sum(state.picked[...], axis=self.axis, keepdims=True))
         x = (z - lse) - low
@@ -541,7 +515,7 @@ class _Tokens:
             a * jnp.exp(x) + (h - (1 - e) * g),
         )
         d -= g * (e / self.plan.vocab)
-        if formula.softcap is None:
+        if formula.options.softcap is None:
             d = jnp.where(z == -jnp.inf, a * 0.0, d)
         d = formula.times_slope(d, z)
         takes_part = state.takes_part[:1, :] if self.plan.is_across else state.takes_part[:, :1]
@@ -582,8 +556,8 @@ def _diagonal(extent: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _joined(parts: Sequence[Sequence[Any]]) -> Any:
-    sums = [_tree(jnp.add, own) for own in parts]
+def _joined(combine: Callable[..., Any], parts: Sequence[Sequence[Any]]) -> Any:
+    sums = [_tree(combine, own) for own in parts]
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=0)
 
 

@@ -12,20 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .tpu_chunks import over_chunks
-from .tpu_plan import LANES, Plan, sublanes
+from .tpu_chunks import Sweeps
+from .tpu_plan import LANES
 
 # Registers that are unrolled at a time, and accumulators of each kind.
 CHUNK = 64
 PARTS = 4
 
 
-class AcrossSweeps:
-    """The vector operations on every logit of a tile [block_size, time_block]."""
-
-    def __init__(self, plan: Plan, formula: Any, ring: Any, state: Any) -> None:
-        self.plan, self.formula, self.ring, self.state = plan, formula, ring, state
-        self.unit = sublanes(plan.dtype)
+class AcrossSweeps(Sweeps):
+    """The sweeps over a tile [block_size, time_block]."""
 
     def over_groups(self, act: Callable[[Any], None]) -> None:
         """Calls `act` for each group of tokens that are the lanes of a register."""
@@ -39,23 +35,7 @@ class AcrossSweeps:
             view = self.ring.at[slot, pl.ds(first, registers * self.unit), group]
             return act(view, registers, rows, carry)
 
-        return over_chunks(self.plan, tile, CHUNK * self.unit, self.unit, run, carry)
-
-    def reduce(self, tile: Any, slot: Any) -> None:
-        """Adds a tile to the maxima and sums of its tokens."""
-
-        def act(group: Any) -> None:
-            state, formula = self.state, self.formula
-            most = self.largest(tile, slot, group)
-            before = state.highest[:, group]
-            peak = jnp.maximum(before, formula.cap(most))
-            parts, more = self.exponentials(tile, slot, group, peak)
-            state.highest[:, group] = peak
-            state.total[:, group] = state.total[:, group] * jnp.exp(before - peak) + parts
-            if formula.label_smoothing:
-                state.sums[:, group] += more
-
-        self.over_groups(act)
+        return self.over_chunks(tile, CHUNK * self.unit, self.unit, run, carry)
 
     def largest(self, tile: Any, slot: Any, group: Any) -> jax.Array:
         """The largest logit of each row of registers, of each token."""
@@ -94,29 +74,21 @@ class AcrossSweeps:
                     sums[register % PARTS] += z
             return tuple(parts), tuple(sums)
 
-        smooth = (zero,) * PARTS if formula.label_smoothing else ()
+        smooth = (zero,) * PARTS if formula.smooths else ()
         parts, sums = self.over_rows(tile, slot, group, act, ((zero,) * PARTS, smooth))
         return sum(parts[1:], parts[0]), sum(sums[1:], sums[0]) if sums else None
 
-    def write(self, tile: Any, slot: Any) -> None:
-        """Writes gradients over the logits of a tile."""
-        state, formula = self.state, self.formula
+    def write_group(self, tile: Any, slot: Any, group: Any, *scalars: Any) -> None:
+        """Writes gradients over the logits of a group of tokens; `scalars` are theirs."""
 
-        def process_group(group: Any) -> None:
-            shift, factor = state.shift[:, group], state.scale[:, group]
-            active = state.takes_part[:, group] != 0
-            even = state.spread[:, group] if formula.label_smoothing else None
+        def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
+            for register in range(registers):
+                z = self.formula.cap(self.load(view, register).astype(jnp.float32))
+                d = self.formula.gradient(z, *scalars)
+                view[pl.ds(register * self.unit, self.unit), :] = d.astype(self.plan.dtype)
+            return carry
 
-            def act(view: Any, registers: int, rows: int, carry: Any) -> Any:
-                for register in range(registers):
-                    z = formula.cap(self.load(view, register).astype(jnp.float32))
-                    d = formula.gradient(z, shift, factor, even, active)
-                    view[pl.ds(register * self.unit, self.unit), :] = d.astype(self.plan.dtype)
-                return carry
-
-            self.over_rows(tile, slot, group, act, 0)
-
-        self.over_groups(process_group)
+        self.over_rows(tile, slot, group, act, 0)
 
     def load(self, view: Any, register: int) -> jax.Array:
         """A register of logits."""

@@ -16,7 +16,6 @@ from ..losses.options import AxisName, LossKeywords, check_options, check_tile
 from ..losses.reduction import weighted
 from . import derivative, schedule
 from .call import Call
-from .derivative import LinearLoss
 from .plan import Plan
 from .schedule import Planner
 
@@ -191,17 +190,15 @@ def linear_cross_entropy(
     call = Call(hidden, weight, labels, weights, return_lse, **options)
     requested = Request(return_lse, return_entropy, return_correct)
     requested = call.place(requested, columns, axis_name=axis_name)
-    if reduction == "none":
-        found = call.outputs(requested)
-        loss = call.coefficients.loss(call.options, call.labels, found, call.weights)
-        loss = loss if call.weights is None else weighted(loss, call.weights)
-    elif call.coefficients.any_traced:
-        found, factors = call.outputs(requested), call.factors(reduction)
-        loss = call.coefficients.loss(call.options, call.labels, found, factors)
-        loss = weighted(loss, factors).sum()
-    else:
-        found = call.outputs(requested, reduction)
+    factors = call.weights if reduction == "none" else call.factors(reduction)
+    if reduction != "none" and not call.coefficients.any_traced:
+        found = call.outputs(requested, factors)
         loss = found.loss
+    else:
+        found = call.outputs(requested)
+        loss = call.coefficients.loss(call.options, call.labels, found, factors)
+        loss = loss if factors is None else weighted(loss, factors)
+        loss = loss if reduction == "none" else loss.sum()
     outputs = requested.select(found)
     return (loss, *outputs) if outputs else loss
 
@@ -248,7 +245,7 @@ def linear_cross_entropy_value_and_grad(
             f"{operands.weight.shape}"
         )
     if call.is_dense:
-        dense = LinearLoss(options=call.options, gemms=call.planner.gemms, is_dense=True)
+        dense = call.choose_loss(Request(), is_reduced=True)
 
         def run_dense(x: Any, w: Any, b: Any) -> jax.Array:
             given = Operands(x, w, b, operands.labels)

@@ -156,14 +156,11 @@ class Call:
         columns = check_columns(OPERATION, columns, self.shape)
         return dataclasses.replace(requested, columns=columns)
 
-    def outputs(
-        self, requested: Request, reduction: Literal["mean", "sum"] | None = None
-    ) -> TokenOutputs:
+    def outputs(self, requested: Request, factors: jax.Array | None = None) -> TokenOutputs:
         """Returns loss, logps, lse and the `requested` outputs of each token [..].
 
-        With a reduction the loss is a scalar, and there are no logps.
+        With `factors` [..] the loss is the scalar sum of factor * loss, and there are no logps.
         """
-        factors = None if reduction is None else self.factors(reduction)
         layout = self.layout
         if layout is None:
             return self._outputs(requested, factors)
@@ -190,7 +187,7 @@ class Call:
 
     def _outputs(self, requested: Request, factors: jax.Array | None) -> TokenOutputs:
         """Returns the outputs of whole arrays, or a device's; `factors` reduce the loss."""
-        loss = self._loss(requested, is_reduced=factors is not None)
+        loss = self.choose_loss(requested, is_reduced=factors is not None)
         operands = self.flat
         if not requested.any:
             operands = self.unflattened
@@ -223,7 +220,7 @@ class Call:
 
         return TokenOutputs(*jax.tree.map(shape, tuple(found)))
 
-    def _loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
+    def choose_loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
         """Returns how the loss and what is requested are computed, by implementation and plan."""
         operands, planner, layout = self.flat, self.planner, self.layout
         exchange = WHOLE if layout is None else layout.exchange()

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
 from ..cross_entropy import reference
-from ..cross_entropy.tpu_kernel import LEAST, Formula
+from ..cross_entropy.tpu_kernel import LEAST, Formula, finish_lse
 from ..cross_entropy.tpu_plan import LANES, NUMBERS
 from ..logits_gemms import Gradients, Operands, as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
@@ -45,18 +45,12 @@ SLOTS = 3
 SPARE = 4 << 20
 
 
-@dataclass(frozen=True)
-class Tiles:
+@dataclass(frozen=True, kw_only=True)
+class Tiles(Problem):
     """The tiling of a kernel: the forward one, or one that makes gradients."""
 
-    tokens: int
-    hidden: int
-    vocab: int
-    # The dtype of GEMM operands, and those of the gradients of hidden and weight.
+    # The dtype of GEMM operands.
     dtype: np.dtype[Any]
-    dtypes: tuple[np.dtype[Any], np.dtype[Any]]
-    vocab_axis: int
-    bias: bool
     # Tokens and columns of a tile, and columns of a part of it: while the vector units are at one
     # part, the matrix units are at the next. 0 until they are chosen.
     rows: int = 0
@@ -104,11 +98,10 @@ class Tiles:
     @property
     def bytes_moved(self) -> int:
         """Bytes between HBM and VMEM. A block that stays for several steps is copied once."""
-        row = self.hidden * self.dtype.itemsize
+        row = self.hidden * self.operand_bytes
         hidden, weight = self.tokens * row, self.vocab * row
-        hidden_row, weight_row = (self.hidden * one.itemsize for one in self.dtypes)
-        gradients = self.makes_hidden * self.tokens * hidden_row
-        gradients += self.makes_weight * self.vocab * weight_row
+        gradients = self.makes_hidden * self.tokens * self.hidden * self.hidden_bytes
+        gradients += self.makes_weight * self.vocab * self.hidden * self.weight_bytes
         if not self.makes_weight:
             return hidden + (self.blocks if self.steps > 1 else 1) * weight + gradients
         sums = 2 * (self.steps - 1) * self.spilled_bytes
@@ -124,15 +117,14 @@ class Tiles:
     @property
     def vmem_bytes(self) -> int:
         """Bytes of VMEM."""
-        size = self.dtype.itemsize
-        hidden_size, weight_size = (one.itemsize for one in self.dtypes)
+        size = self.operand_bytes
         across, down = self.rows * self.width, self.columns * self.width
         total = 2 * size * (across + down) + 4 * 4 * self.rows * self.columns + SPARE
-        total += size * down * self.vocab_axis
+        total += size * down * self.vocab_is_last
         if self.makes_hidden:
-            total += self.sums * 4 * across + 2 * hidden_size * across
+            total += self.sums * 4 * across + 2 * self.hidden_bytes * across
         if self.makes_weight:
-            total += 4 * down + 2 * weight_size * down
+            total += 4 * down + 2 * self.weight_bytes * down
         if self.bias:
             total += 2 * 4 * self.columns * LANES
         return total
@@ -182,9 +174,7 @@ class _Tile:
     ) -> None:
         self.tiles, self.bias = tiles, refs.get("bias")
         # The formula that the kernels over logits have too.
-        self.formula = Formula(
-            options.label_smoothing, options.z_loss, options.softcap, False, options.temperature
-        )
+        self.formula = Formula(options)
         self.weight, self.x = weight_rows, refs["hidden"]
         self.first = step * tiles.columns
         self.labels = refs["labels"][...] - self.first
@@ -239,7 +229,7 @@ def _clear_last(tiles: Tiles, refs: Refs, block: Any, step: Any) -> None:
     if tiles.tokens % tiles.rows:
         clear("hidden", 0, block, tiles.tokens, tiles.rows)
     if tiles.vocab % tiles.columns:
-        clear("weight", tiles.vocab_axis, step, tiles.vocab, tiles.columns)
+        clear("weight", int(tiles.vocab_is_last), step, tiles.vocab, tiles.columns)
 
 
 def _transpose(refs: Refs, is_new: Any) -> Any:
@@ -290,16 +280,8 @@ def _forward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
 
     @pl.when(step == tiles.steps - 1)
     def _() -> None:
-        peak = jnp.max(row_max[...], axis=0, keepdims=True)
-        mass = jnp.sum(total[...] * jnp.exp(row_max[...] - peak), axis=0, keepdims=True)
-        # A row of nothing but -inf has no sum, and one with +inf no number.
-        log = jnp.where(mass > 0, jnp.log(mass), jnp.nan)
-        lse = peak + log
-        # The error of a sum, whichever term is larger.
-        low = jnp.where(jnp.abs(peak) >= jnp.abs(log), (peak - lse) + log, (log - lse) + peak)
         found = refs["numbers"]
-        found[0:1, :] = lse
-        found[1:2, :] = low
+        found[0:1, :], found[1:2, :] = finish_lse(row_max[...], total[...], axis=0)
         found[2:3, :] = jnp.sum(picked[...], axis=0, keepdims=True)
         found[3:4, :] = jnp.sum(sums[...], axis=0, keepdims=True)
         found[4:, :] = jnp.zeros((NUMBERS - 4, tiles.rows), jnp.float32)
@@ -397,7 +379,7 @@ def _backward_kernel(refs: Refs, *, tiles: Tiles, options: Options) -> None:
         @pl.when(block == tiles.blocks - 1)
         def _() -> None:
             whole, dweight = weight_sums[...], refs["dweight"]
-            dweight[...] = (whole.T if tiles.vocab_axis else whole).astype(dweight.dtype)
+            dweight[...] = (whole.T if tiles.vocab_is_last else whole).astype(dweight.dtype)
             if bias_sums is not None:
                 refs["dbias"][...] = jnp.sum(bias_sums[...].T, axis=0, keepdims=True)
 
@@ -420,7 +402,7 @@ def _block_specs(tiles: Tiles) -> dict[str, Any]:
         # The last block of the vocabulary writes blocks of dhidden.
         dhidden = spec(rows, lambda block, step: (jnp.where(step == last, block, 0), 0))
     weight = spec((tiles.columns, tiles.hidden), lambda block, step: (step, 0))
-    if tiles.vocab_axis:
+    if tiles.vocab_is_last:
         weight = spec((tiles.hidden, tiles.columns), lambda block, step: (0, step))
     columns = spec((1, tiles.columns), lambda block, step: (0, step))
     return {
@@ -436,19 +418,28 @@ def _call(
     target: Target,
     tiles: Tiles,
     kernel: Callable[[Refs], None],
-    operands: Mapping[str, jax.Array],
+    operands: Operands,
     results: Mapping[str, Any],
     scratch: dict[str, Any],
+    **more: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel on operands; returns the results by name, whose shapes are `results`."""
+    """Runs a kernel on operands and `more`; returns the results by name, of shapes `results`."""
     specs, grid = _block_specs(tiles), (tiles.blocks, tiles.steps)
-    if tiles.vocab_axis:
+    if tiles.vocab_is_last:
         scratch = scratch | {"transposed": pltpu.VMEM((tiles.columns, tiles.hidden), tiles.dtype)}
-    names = [*operands, *results, *scratch]
+    hidden, weight, bias, labels = operands
+    x, w = as_gemm_operands(hidden, weight)
+    in_range = (labels >= 0) & (labels < tiles.vocab)
+    column = jnp.where(in_range, labels, -1).astype(jnp.int32)[None]
+    given = {"hidden": x, "weight": w, "labels": _padded(tiles, column, -1), **more}
+    if bias is not None:
+        missing = tiles.steps * tiles.columns - tiles.vocab
+        given["bias"] = jnp.pad(bias.astype(jnp.float32)[None], ((0, 0), (0, missing)))
+    names = [*given, *results, *scratch]
     found = pl.pallas_call(
         lambda *refs: kernel(dict(zip(names, refs, strict=True))),
         grid=grid[::-1] if tiles.makes_weight else grid,
-        in_specs=[specs[name] for name in operands],
+        in_specs=[specs[name] for name in given],
         out_specs=[specs[name] for name in results],
         out_shape=[*results.values()],
         scratch_shapes=[*scratch.values()],
@@ -459,11 +450,11 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=2 * tiles.gemms * tiles.tokens * tiles.hidden * tiles.vocab,
             transcendentals=tiles.tokens * tiles.vocab,
-            bytes_accessed=2 * tiles.hidden * tiles.vocab * tiles.dtype.itemsize,
+            bytes_accessed=2 * tiles.hidden * tiles.vocab * tiles.operand_bytes,
         ),
         interpret=target.interpret,
         name=tiles.name,
-    )(*operands.values())
+    )(*given.values())
     return dict(zip(results, found, strict=True))
 
 
@@ -471,19 +462,6 @@ def _padded(tiles: Tiles, rows: jax.Array, fill: Any) -> jax.Array:
     """[.., N] with whole blocks of tokens."""
     missing = tiles.blocks * tiles.rows - tiles.tokens
     return jnp.pad(rows, ((0, 0), (0, missing)), constant_values=fill) if missing else rows
-
-
-def _prepare_operands(tiles: Tiles, operands: Operands, **more: jax.Array) -> dict[str, jax.Array]:
-    """Returns the operands of both kernels by name, and `more`."""
-    hidden, weight, bias, labels = operands
-    x, w = as_gemm_operands(hidden, weight)
-    in_range = (labels >= 0) & (labels < tiles.vocab)
-    column = jnp.where(in_range, labels, -1).astype(jnp.int32)[None]
-    found = {"hidden": x, "weight": w, "labels": _padded(tiles, column, -1), **more}
-    if bias is not None:
-        missing = tiles.steps * tiles.columns - tiles.vocab
-        found["bias"] = jnp.pad(bias.astype(jnp.float32)[None], ((0, 0), (0, missing)))
-    return found
 
 
 @dataclass(frozen=True)
@@ -503,7 +481,7 @@ class Kernels:
             self.target,
             tiles,
             partial(_forward_kernel, tiles=tiles, options=options),
-            _prepare_operands(tiles, operands),
+            operands,
             {"numbers": varying_like(operands.hidden, shape, jnp.float32)},
             dict.fromkeys(("row_max", "total", "picked", "sums"), state),
         )
@@ -570,8 +548,7 @@ class Kernels:
             results["spilled"] = varying_like(hidden, shape, jnp.float32)
             scratch |= dict.fromkeys(("arrived", "sent"), pltpu.SemaphoreType.DMA((SLOTS,)))
         kernel = partial(_backward_kernel, tiles=tiles, options=options)
-        given = _prepare_operands(tiles, operands, **more)
-        found = _call(self.target, tiles, kernel, given, results, scratch)
+        found = _call(self.target, tiles, kernel, operands, results, scratch, **more)
         if bias is not None and "dbias" in found:
             found["dbias"] = found["dbias"][0, : len(bias)].astype(bias.dtype)
         return found
@@ -593,15 +570,11 @@ def choose_kernels(
     Raises:
         ValueError: a named extent that is not made of whole registers.
     """
-    hidden, weight, bias, *_ = operands
-    is_known = all(isinstance(extent, int) and extent > 0 for extent in hidden.shape)
-    if operand_dtype(hidden, weight) not in DTYPES or not is_known:
+    problem, dtype = Problem.of(operands, vocab_axis, reduced=False), operand_dtype(*operands[:2])
+    extents = problem.tokens, problem.hidden
+    if dtype not in DTYPES or not all(isinstance(one, int) and one > 0 for one in extents):
         return None
-    tokens, width = hidden.shape
-    vocab, dtypes = weight.shape[vocab_axis], (hidden.dtype, weight.dtype)
-    dtype = operand_dtype(hidden, weight)
-    untiled = Tiles(tokens, width, vocab, dtype, dtypes, vocab_axis, bias is not None)
-    fit = partial(choose_tiles, target, untiled, named)
+    fit = partial(choose_tiles, target, Tiles(**vars(problem), dtype=dtype), named)
     forward = fit()
     both = fit(makes_hidden=wanted[0], makes_weight=wanted[1])
     if both is None and all(wanted):
@@ -624,13 +597,11 @@ def plan(
         ValueError: as for `choose_kernels`.
     """
     problem = Problem.of(operands, vocab_axis, reduced=False)
-    hidden, *others = operands
-    flat = jax.ShapeDtypeStruct((problem.tokens, problem.hidden), hidden.dtype)
     limit = usual.max_scratch_bytes
-    kernels = choose_kernels(target, (flat, *others), vocab_axis, limit, named=named)
+    kernels = choose_kernels(target, operands, vocab_axis, limit, named=named)
     if kernels is None:
         return without_kernels(problem, usual)
-    tiles, *_ = kernels.gradient_tiles
+    tiles = kernels.gradient_tiles[0]
     every = kernels.forward_tiles, *kernels.gradient_tiles
     moved = tuple((one.name, one.bytes_moved) for one in every)
     gemms = sum(one.gemms for one in every)

@@ -6,8 +6,9 @@ its own calls (`library_plan`).
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -181,19 +182,8 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
     limit = max_scratch_bytes
     if limit is None:
         limit = token_chunk_scratch(problem, min(USUAL_TOKENS, problem.tokens))
-    for plan in (_plan_tokens, _plan_columns, _plan_tiles):
-        fitting = plan(problem, limit)
-        if fitting is not None:
-            return fitting
-    least = _tile_scratch(problem, *_smallest_tile(problem))
-    raise _refuse_budget(limit, problem.tokens, problem, least)
-
-
-def _refuse_budget(limit: int, tokens: Any, problem: Problem, least: int) -> ValueError:
-    return ValueError(
-        f"max_scratch_bytes is {limit}; the least for {tokens} tokens, {problem.hidden} hidden "
-        f"columns and a vocabulary of {problem.vocab} is {least}"
-    )
+    fitting = _plan_tokens(problem, limit) or _plan_columns(problem, limit)
+    return fitting or _plan_fitting_tiles(problem, limit)
 
 
 def plan_equal_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
@@ -238,10 +228,7 @@ def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
         if scratch <= limit:
             fixed = tokens, problem.vocab, problem.products, scratch, limit
             return Plan("tokens", *fixed, any_count=True)
-    fitting = _plan_symbolic_tiles(problem, limit)
-    if fitting.scratch_bytes <= limit:
-        return fitting
-    raise _refuse_budget(limit, "any number of", problem, fitting.scratch_bytes)
+    return _plan_fitting_tiles(problem, limit)
 
 
 def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) -> int:
@@ -256,14 +243,6 @@ def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) ->
     # Without kernels XLA holds logits in f32 twice, and their gradient and a block of its columns.
     row = problem.vocab * (8 + problem.operand_bytes) + 4 * min(BLOCK, problem.vocab)
     return token_chunk_scratch(several, tokens) - growing + tokens * (row - problem.row_bytes)
-
-
-def _plan_symbolic_tiles(problem: Problem, limit: int) -> Plan:
-    """Returns the plan that takes no kernels over logits; the smallest where nothing fits."""
-    most = INVARIANT_TOKENS, problem.vocab
-    smallest = STEP, min(STEP, problem.vocab)
-    side = _grow_tile(smallest, most, lambda *tile: _fixed_scratch(problem, *tile) <= limit)
-    return Plan("both", *side, 5, _fixed_scratch(problem, *side), limit, any_count=True)
 
 
 def plan_output_chunk(plan: Plan, tokens: Any, vocab: int) -> int:
@@ -302,11 +281,8 @@ def without_kernels(problem: Problem, plan: Plan) -> Plan:
     if plan.schedule != "tokens":
         return plan
     limit = plan.max_scratch_bytes
-    if plan.any_count:
-        return _plan_symbolic_tiles(problem, limit)
-    smallest = _smallest_tile(problem)
-    least = Plan("both", *smallest, 5, _tile_scratch(problem, *smallest), limit)
-    return _plan_columns(problem, limit) or _plan_tiles(problem, limit) or least
+    by_columns = None if plan.any_count else _plan_columns(problem, limit)
+    return by_columns or _plan_tiles(problem, limit)
 
 
 def token_bytes(problem: Problem) -> int:
@@ -382,27 +358,27 @@ def _plan_columns(problem: Problem, limit: int) -> Plan | None:
     return Plan("vocabulary", max(tokens, 1), columns, 4, scratch, limit)
 
 
-def _plan_tiles(problem: Problem, limit: int) -> Plan | None:
-    def fits(*tile: int) -> bool:
-        return _tile_scratch(problem, *tile) <= limit
-
-    smallest = _smallest_tile(problem)
-    if not fits(*smallest):
-        return None
-    side = _grow_tile(smallest, (problem.tokens, problem.vocab), fits)
-    return Plan("both", max(side[0], 1), side[1], 5, _tile_scratch(problem, *side), limit)
-
-
-def _grow_tile(
-    tile: tuple[int, int], most: tuple[int, int], fits: Callable[..., bool]
-) -> tuple[int, int]:
-    """Returns the largest tile that fits: squares reread the fewest bytes for their arithmetic."""
-    while True:
-        wider = min(tile[0] * 2, most[0]), min(tile[1] * 2, most[1])
-        if wider == tile or not fits(*wider):
-            return tile
+def _plan_tiles(problem: Problem, limit: int) -> Plan:
+    """Returns the plan of the largest tiles that fit, of the smallest where none do."""
+    any_count = not isinstance(problem.tokens, int)
+    scratch_bytes = partial(_fixed_scratch if any_count else _tile_scratch, problem)
+    most = INVARIANT_TOKENS if any_count else problem.tokens, problem.vocab
+    tile = min(STEP, most[0]), min(STEP, most[1])
+    # Squares reread the fewest bytes for their arithmetic.
+    while (wider := (min(tile[0] * 2, most[0]), min(tile[1] * 2, most[1]))) != tile:
+        if scratch_bytes(*wider) > limit:
+            break
         tile = wider
+    fixed = max(tile[0], 1), tile[1], 5, scratch_bytes(*tile), limit
+    return Plan("both", *fixed, any_count=any_count)
 
 
-def _smallest_tile(problem: Problem) -> tuple[int, int]:
-    return min(STEP, problem.tokens), min(STEP, problem.vocab)
+def _plan_fitting_tiles(problem: Problem, limit: int) -> Plan:
+    plan = _plan_tiles(problem, limit)
+    if plan.scratch_bytes > limit:
+        tokens = "any number of" if plan.any_count else problem.tokens
+        raise ValueError(
+            f"max_scratch_bytes is {limit}; the least for {tokens} tokens, {problem.hidden} hidden "
+            f"columns and a vocabulary of {problem.vocab} is {plan.scratch_bytes}"
+        )
+    return plan
