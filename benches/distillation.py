@@ -8,7 +8,7 @@ bfloat16; "dense" is the program that XLA makes of the formula, with all logits 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,14 +63,6 @@ def measure(shape: str, seconds: float) -> Row:
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    platform = jax.default_backend()
-    parser = harness.parser(__doc__, seconds=0.5)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
-    options = parser.parse_args()
-
-    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
-        for shape in options.shapes:
-            yield {"shape": shape}, partial(measure, shape, options.seconds)
 
     def texts(row: Row) -> list[str]:
         ratios = harness.ratios_of(row, ("ours", "dense"), "relative")
@@ -78,7 +70,7 @@ def main() -> int:
         return [row["shape"], harness.milliseconds_of(row, "gemms"), *ratios, *memory]
 
     heads = ["N x D x E x V", "GEMMs ms", "ours / GEMMs", "dense / GEMMs", "ours MiB", "dense MiB"]
-    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
+    return harness.measure_shapes(__doc__, SHAPES, measure, heads, texts)
 
 
 if __name__ == "__main__":

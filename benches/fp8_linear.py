@@ -9,7 +9,7 @@ y, dx and dweight from those of "bf16", relative to these.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,29 +85,21 @@ def measure(shape: str, seconds: float) -> Row:
     found: Row = dict(harness.compared(starts, seconds, calls=1, baseline="bf16", ratio="relative"))
     memory = {name: one.memory_analysis().temp_size_in_bytes for name, one in programs.items()}
     counts = {name: one.as_text().count("cublas$lt$matmul$f8") for name, one in programs.items()}
-    return found | {"temp_bytes": memory, "fp8_products": counts, "error": errors}
+    return found | {"temp_bytes": memory, "fp8_products": counts, "off": errors}
 
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    platform = jax.default_backend()
-    parser = harness.parser(__doc__, seconds=0.5)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
-    options = parser.parse_args()
-
-    def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
-        for shape in options.shapes:
-            yield {"shape": shape}, partial(measure, shape, options.seconds)
 
     def texts(row: Row) -> list[str]:
-        errors = [f"{error:.4f}" for error in row["error"]]
-        counts = [str(row["fp8_products"][name]) for name in ("ours", "products")]
+        errors = [f"{error:.4f}" for error in row.get("off", ())] or [""] * 3
+        counts = [str(row.get("fp8_products", {}).get(name, "")) for name in ("ours", "products")]
         ratios = harness.ratios_of(row, ("ours", "products"), "relative")
         return [row["shape"], harness.milliseconds_of(row, "bf16"), *ratios, *errors, *counts]
 
     heads = ["M x D x N", "bf16 ms", "ours / bf16", "products / bf16", "y off", "dx", "dweight"]
     heads += ["FP8 products", "of products"]
-    return harness.measure_cells(cells(), harness.Results(options.json), heads, texts)
+    return harness.measure_shapes(__doc__, SHAPES, measure, heads, texts)
 
 
 if __name__ == "__main__":

@@ -474,6 +474,19 @@ def measure_cells(
     return failed
 
 
+def measure_shapes(
+    doc: str,
+    shapes: Mapping[str, Sequence[str]],
+    measure: Callable[[str, float], Row],
+    heads: Sequence[str],
+    texts_of: Callable[[Row], Sequence[str]],
+) -> int:
+    """Runs `measure_cells` of a benchmark all of whose options are those of `parser`."""
+    options = parser(doc, 0.5, shapes).parse_args()
+    cells = [({"shape": one}, partial(measure, one, options.seconds)) for one in options.shapes]
+    return measure_cells(cells, Results(options.json), heads, texts_of)
+
+
 def ratios_of(row: Row, names: Iterable[str], ratio: str = "copies") -> list[str]:
     """The ratios of the programs of a row, "" for one that it does not have."""
     return [f"{row[name][ratio]:.3f}" if name in row else "" for name in names]
@@ -489,10 +502,20 @@ def extents(shape: str) -> tuple[int, ...]:
     return tuple(map(int, shape.split("x")))
 
 
-def parser(doc: str, seconds: float | None = None) -> argparse.ArgumentParser:
-    """The options of every benchmark; --seconds with its default for one that has it."""
+def parser(
+    doc: str, seconds: float | None = None, shapes: Mapping[str, Sequence[str]] | None = None
+) -> argparse.ArgumentParser:
+    """The options of every benchmark; --seconds and --shapes with defaults for one that has them.
+
+    Default shapes are those of the platform, of a CPU where it has none.
+    """
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--json", type=Path, help="write everything to this file")
     if seconds is not None:
         options.add_argument("--seconds", type=float, default=seconds, help="of each cell")
+    if shapes is not None:
+        import jax
+
+        default = shapes.get(jax.default_backend(), shapes["cpu"])
+        options.add_argument("--shapes", nargs="+", default=default)
     return options

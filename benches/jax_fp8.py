@@ -124,9 +124,7 @@ class Cell:
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    platform = jax.default_backend()
-    parser = harness.parser(__doc__, seconds=0.2)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
+    parser = harness.parser(__doc__, 0.2, SHAPES)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES], metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--tails", nargs="+", default=["normal", "heavy"])

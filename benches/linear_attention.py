@@ -74,9 +74,7 @@ def measure(form: str, shape: str, seconds: float) -> Row:
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    platform = jax.default_backend()
-    parser = harness.parser(__doc__, seconds=0.5)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
+    parser = harness.parser(__doc__, 0.5, SHAPES)
     parser.add_argument("--forms", nargs="+", default=("linear", "delta"))
     options = parser.parse_args()
 

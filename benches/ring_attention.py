@@ -80,9 +80,7 @@ def measure(part: str, shape: tuple[int, ...], names: list[str], seconds: float)
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
-    platform = jax.default_backend()
-    parser = harness.parser(__doc__, seconds=0.5)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.get(platform, SHAPES["cpu"]))
+    parser = harness.parser(__doc__, 0.5, SHAPES)
     parser.add_argument("--programs", nargs="+", default=["ordered", "zigzag", "gathered"])
     options = parser.parse_args()
 
