@@ -351,9 +351,9 @@ def over_a_mesh() -> None:
     """What eight devices do, by both of XLA's partitioners; in a process that has so many."""
     rng = np.random.default_rng(int(os.environ["XENTILE_SEED"]))
     mesh = jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Auto,))
-    for shardy in (True, False):
+    for shardy, dtypes in ((True, DTYPES), (False, DTYPES[:1])):
         jax.config.update("jax_use_shardy_partitioner", shardy)
-        for dtype in DTYPES:
+        for dtype in dtypes:
             logits, labels = problem(rng, dtype, T, V)
             x, y = (jax.device_put(a, NamedSharding(mesh, P("tokens"))) for a in (logits, labels))
             for f, factor, calls in FACTORS:

@@ -28,18 +28,17 @@ def subsets(case: Case) -> Iterator[Subset]:
 
 
 def product() -> Iterator[Any]:
-    """Every case and subset; of several operands but not all, nightly.
+    """Every case and subset; but all operands, the first and the others are nightly.
 
-    So are single operands of further ways to call an operation.
+    So are these two of further ways to call an operation.
     """
     seen = set[str]()
     for case in CASES:
-        operation = case.name.split(" ")[0]
-        usual = {len(case.arguments)} | (set() if operation in seen else {1})
+        operation, every = case.name.split(" ")[0], tuple(range(len(case.arguments)))
+        usual = {every} | (set() if operation in seen else {(0,), every[1:]})
         seen.add(operation)
         for subset in subsets(case):
-            is_few = len(subset) in usual
-            marks = () if is_few else (pytest.mark.nightly,)
+            marks = () if subset in usual else (pytest.mark.nightly,)
             names = "+".join(case.arguments[index].name for index in subset)
             yield pytest.param(case, subset, id=f"{case.name}-{names}", marks=marks)
 

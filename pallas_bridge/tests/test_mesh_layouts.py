@@ -108,7 +108,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def layouts() -> Iterator[Any]:
-    """Every case with the layouts that need no gather, and the partitioner; GSPMD nightly."""
+    """Every case with the layouts that need no gather, and the partitioner.
+
+    GSPMD is nightly, and lengths over both axes where batches are.
+    """
     for case in CASES:
         dims = {dim for one in case.arguments for dim in one.dims}
         for layout in LAYOUTS:
@@ -116,7 +119,9 @@ def layouts() -> Iterator[Any]:
                 continue
             if any(is_in(GATHERED, case, dim) for dim in layout):
                 continue
-            yield pytest.param(case, layout, True, id=f"{case.name}-{layout}-shardy")
+            is_few = layout != {"S": ("data", "model")} or "B" not in dims
+            marks = () if is_few else (pytest.mark.nightly,)
+            yield pytest.param(case, layout, True, id=f"{case.name}-{layout}-shardy", marks=marks)
             # GSPMD gathers tokens for the products of a linear loss.
             if "linear" not in case.name or "S" not in layout:
                 name = f"{case.name}-{layout}-gspmd"
@@ -253,23 +258,29 @@ def test_no_tokens_on_a_mesh(rng: np.random.Generator, case: Case) -> None:
     dim = next(name for name in ("B", "S", "M") if name in case.arguments[0].dims)
     arrays = case.arrays(rng, **{**EXTENTS, dim: 0})
     mesh = mesh_of(AxisType.Auto)
-    for function in (case.outputs, case.gradients) if case.has_gradient else (case.outputs,):
-        expected = jax.jit(function)(*arrays)
-        with jax.set_mesh(mesh):
-            everywhere = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
-            for one, other in zip(jax.jit(function)(*everywhere), expected, strict=True):
-                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+    def both(*arrays: jax.Array) -> Any:
+        return case.outputs(*arrays), case.gradients(*arrays) if case.has_gradient else ()
+
+    expected = jax.jit(both)(*arrays)
+    with jax.set_mesh(mesh):
+        everywhere = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(both)(*everywhere), expected)
 
 
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
 @pytest.mark.parametrize(
     "case", one_an_operation(one for one in CELLS if one.values[0].has_gradient)
 )
-def test_gradients_without_jit_under_a_mesh(seed: int, case: Case) -> None:
+def test_gradients_without_jit_under_a_mesh(seed: int, case: Case, is_mapped: bool) -> None:
     arrays, expected = on_one_device(case, seed)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
-        check_close(case.gradients(*arrays), expected)
-        rows = [np.stack([one] * 2) for one in arrays]
-        check_close([one[1] for one in jax.vmap(case.gradients)(*rows)], expected)
+        if is_mapped:
+            rows = [np.stack([one] * 2) for one in arrays]
+            found = [one[1] for one in jax.vmap(case.gradients)(*rows)]
+        else:
+            found = case.gradients(*arrays)
+        check_close(found, expected)
 
 
 @pytest.mark.only("cpu", "it reads a CPU's programs")

@@ -74,13 +74,21 @@ def both(function: Any, arrays: Any) -> Any:
     return function(*arrays), grads(*arrays)
 
 
+def check_both(arrays: Any, **options: Any) -> None:
+    """Holds `both` of attention against that of `jax.nn`, a program each."""
+    ours, theirs = (
+        jax.jit(partial(both, partial(module.dot_product_attention, **options)))(arrays)
+        for module in (nn, jax.nn)
+    )
+    check(ours, theirs)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_is_that_of_jax(name: str, rng: np.random.Generator) -> None:
     options, is_kernel = CALLS[name]
     arrays = draw(rng)
     assert who(arrays, **options) == is_kernel
-    ours = partial(nn.dot_product_attention, **options)
-    check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
+    check_both(arrays, **options)
 
 
 @pytest.mark.few(4)
@@ -140,8 +148,13 @@ def test_mask_table_of_jax(
                 for one, axis in zip(operands, axes, strict=True)
             )
             cotangents = jnp.stack([cotangent, -cotangent])
-        o, vjp = jax.vjp(call, *operands)
-        return o, [one for one in vjp(cotangents)[:4] if one is not None]
+
+        @jax.jit
+        def differentiate(operands: Any, cotangents: Any) -> Any:
+            o, vjp = jax.vjp(call, *operands)
+            return o, [one for one in vjp(cotangents)[:4] if one is not None]
+
+        return differentiate(operands, cotangents)
 
     theirs = partial(jax.nn.dot_product_attention, implementation="xla")
     check(run(nn.dot_product_attention), run(theirs), "bfloat16")
@@ -173,8 +186,7 @@ def test_queries_and_keys_begin_together(
 ) -> None:
     arrays = draw(rng, "float32", *extents)
     assert who(arrays, **options)
-    ours = partial(nn.dot_product_attention, **options)
-    check(both(ours, arrays), both(partial(jax.nn.dot_product_attention, **options), arrays))
+    check_both(arrays, **options)
 
 
 def test_masks_of_objects(rng: np.random.Generator) -> None:

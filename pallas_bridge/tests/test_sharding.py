@@ -183,6 +183,10 @@ def is_gathered(case: Case, dim: str, way: str) -> bool:
     return dim in case.gathered or is_in(GATHERED, case, dim)
 
 
+def is_refused(case: Case, dim: str, way: str) -> bool:
+    return way == "explicit" and (is_gathered(case, dim, way) or is_in(REFUSED, case, dim))
+
+
 # Of documented cells, the texts of each way, forward and backward.
 FOUND: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
@@ -190,22 +194,24 @@ FOUND: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 def ways_and_cells() -> Iterator[Any]:
     """Every cell by two kinds of axes.
 
-    Of further ways to call an operation, all but one with automatic axes are nightly.
+    Of further ways to call an operation, all but one with automatic axes are nightly, and of
+    explicit axes that are taken all but an operation's first and last.
     """
     auto = [pytest.param("auto", *one.values, id=f"auto-{one.id}") for one in cells()]
     yield from auto if UPDATES else one_a_further_way(auto)
     first = {case.name.split(" ")[0]: case.name for case in reversed(CASES)}
     for one in cells():
-        name = one.values[0].name
-        is_few = UPDATES or first[name.split(" ")[0]] == name
-        marks = () if is_few else (pytest.mark.nightly,)
+        case, dim = one.values
+        taken = [name for name in dims_of(case) if not is_refused(case, name, "explicit")]
+        is_few = first[case.name.split(" ")[0]] == case.name and dim not in taken[1:-1]
+        marks = () if UPDATES or is_few else (pytest.mark.nightly,)
         yield pytest.param("explicit", *one.values, id=f"explicit-{one.id}", marks=marks)
 
 
 @pytest.mark.fixed
 @pytest.mark.parametrize(("way", "case", "dim"), [*ways_and_cells()])
 def test_what_devices_exchange(entropy: int, way: str, case: Case, dim: str) -> None:
-    if way == "explicit" and (is_gathered(case, dim, way) or is_in(REFUSED, case, dim)):
+    if is_refused(case, dim, way):
         with pytest.raises(ValueError, match="reshard"):
             run(case, dim, way, entropy)
         texts = ["refused"]

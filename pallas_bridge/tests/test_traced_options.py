@@ -82,7 +82,7 @@ def test_coefficients(
         return bent(reduced(losses, reduction)).sum()
 
     arrays = given, hidden, weight, bias
-    wanted = jax.value_and_grad(formula, (0, 1, 2, 3))(*arrays)
+    wanted = jax.jit(jax.value_and_grad(formula, (0, 1, 2, 3)))(*arrays)
     for one in (call_on_logits, call_on_hidden):
         check(jax.jit(jax.value_and_grad(one, (0, 1, 2, 3)))(*arrays), wanted)
 
@@ -108,7 +108,8 @@ def test_per_token_and_other_outputs(names: tuple[str, ...], rng: np.random.Gene
     ]
     for function in functions:
         run = partial(function, labels=LABELS, **others, **more)
-        check(jax.jit(lambda traced, run=run: run(**traced))(given), run(**given))
+        traced, known = (lambda traced, run=run: run(**traced)), (lambda run=run: run(**given))
+        check(jax.jit(traced)(given), jax.jit(known)())
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])

@@ -257,7 +257,8 @@ def test_forward_mode_and_reverse_mode(rng: np.random.Generator, reduction: Any)
     def mapped(x: jax.Array, w: jax.Array) -> Any:
         return jax.vmap(f)(x, labels, w)
 
-    for function in (of, jax.jit(of), jax.jit(mapped)):
+    functions = (of, jax.jit(of), jax.jit(mapped)) if reduction == "mean" else (jax.jit(mapped),)
+    for function in functions:
         check_grads(function, (logits, weights), 1, rtol=2e-2, atol=2e-2, eps=1e-2)
 
 
