@@ -1,11 +1,9 @@
 """The library and the versions: found, checked, or refused with a reason."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import jax
@@ -14,59 +12,91 @@ from pallas_bridge._src import library, targets, versions
 
 import pallas_bridge
 
-# `python -c` that makes one call and prints what it raises.
+# `python -c` that makes one call with each library, in processes that fork from it.
 CALL = """
-import jax.numpy as jnp, pallas_bridge as pb
-logits, labels = jnp.ones((2, 3)), jnp.zeros(2, int)
-print(pb.info().details())
-try:
-    print(pb.cross_entropy(logits, labels))
-except pb.LibraryError as error:
-    print("raised:", error)
-print("reference:", pb.cross_entropy(logits, labels, implementation="reference"))
+import os, sys
+import jax.numpy as jnp
+for path in sys.argv[1:]:
+    print("CALL", flush=True)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.environ["XENTILE_XLA_LIBRARY"] = path
+    import pallas_bridge as pb
+    logits, labels = jnp.ones((2, 3)), jnp.zeros(2, int)
+    print(pb.info().details())
+    try:
+        print(pb.cross_entropy(logits, labels))
+    except pb.LibraryError as error:
+        print("raised:", error)
+    if path == sys.argv[1]:
+        print("reference:", pb.cross_entropy(logits, labels, implementation="reference"))
+    sys.stdout.flush()
+    os._exit(0)
 """
+# C of a library that says of itself what the real one says, but for what is defined otherwise.
+FAKE = """
+#include <stddef.h>
+#include <stdint.h>
+const char *xentile_version(void) { return VERSION; }
+const char *xentile_cpu_isa(void) { return "none"; }
+uint32_t xentile_table_version(void) { return TABLE; }
+void xentile_ffi_version(int32_t *a, int32_t *b) { *a = MAJOR; *b = MINOR; }
+int32_t xentile_tuned_tile(void) { return 0; }
+int32_t xentile_prefers_xla(void) { return 0; }
+size_t xentile_plan(void) { return 0; }
+void *xentile_targets(size_t *count) { *count = 0; return count; }
+"""
+DEFINED = {
+    "VERSION": f'"{versions.PACKAGE}"',
+    "TABLE": str(library.TABLE_VERSION),
+    "MAJOR": "0",
+    "MINOR": "1",
+}
+# What is defined otherwise, and what is said of it.
+VERSIONS: dict[str, tuple[dict[str, str], str]] = {
+    "another version": (
+        {"VERSION": '"9.9.9"'},
+        f"is version 9.9.9 (table {library.TABLE_VERSION}) and pallas_bridge is",
+    ),
+    "another table": ({"TABLE": "7"}, "(table 7) and pallas_bridge is"),
+    "a later interface": ({"MINOR": "99"}, "speaks XLA FFI 0.99 and the installed jaxlib"),
+    "another interface": ({"MAJOR": "1"}, "speaks XLA FFI 1.1 and the installed jaxlib"),
+}
 
 
-def run(tmp_path: Path, path: Path | str) -> str:
-    """Returns what CALL prints where XENTILE_XLA_LIBRARY is `path`."""
-    environment = {**os.environ, library.VARIABLE: str(path)}
+def compile_c(path: Path, source: str, **defined: str) -> None:
+    defines = [f"-D{name}={value}" for name, value in defined.items()]
+    command = ["cc", "-shared", "-fPIC", *defines, "-x", "c", "-", "-o", path]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What CALL prints with each library, by its name."""
+    folder = tmp_path_factory.mktemp("libraries")
+    for name, (changed, _) in VERSIONS.items():
+        compile_c(folder / name, FAKE, **{**DEFINED, **changed})
+    compile_c(folder / "other", "int other(void) { return 0; }")
+    (folder / "none").write_bytes(b"\x7fELF, but not for long")
+    # The real one, with another machine in its ELF header.
+    loaded = pallas_bridge.info().library
+    assert loaded is not None
+    shutil.copy(loaded.path, folder / "processor")
+    with (folder / "processor").open("r+b") as file:
+        file.seek(18)
+        file.write((243).to_bytes(2, "little"))  # RISC-V
+    names = ["missing", "other", "none", "processor", *VERSIONS]
     done = subprocess.run(
-        [sys.executable, "-c", CALL], env=environment, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", CALL, *(str(folder / name) for name in names)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "reference: 1.0986" in done.stdout
-    return done.stdout
-
-
-def fake_library(tmp_path: Path, **changed: str) -> Path:
-    """A library that says of itself what the real one says, but for what is changed."""
-    parts = {
-        "version": f'"{versions.PACKAGE}"',
-        "table": str(library.TABLE_VERSION),
-        "major": "0",
-        "minor": "1",
-        **changed,
-    }
-    source = tmp_path / "fake.c"
-    source.write_text(
-        textwrap.dedent("""
-            #include <stddef.h>
-            #include <stdint.h>
-            const char *xentile_version(void) { return VERSION; }
-            const char *xentile_cpu_isa(void) { return "none"; }
-            uint32_t xentile_table_version(void) { return TABLE; }
-            void xentile_ffi_version(int32_t *a, int32_t *b) { *a = MAJOR; *b = MINOR; }
-            int32_t xentile_tuned_tile(void) { return 0; }
-            int32_t xentile_prefers_xla(void) { return 0; }
-            size_t xentile_plan(void) { return 0; }
-            void *xentile_targets(size_t *count) { *count = 0; return count; }
-        """)
-    )
-    defines = [f"-D{name.upper()}={value}" for name, value in parts.items()]
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", *defines, "-o", tmp_path / "fake.so", source], check=True
-    )
-    return tmp_path / "fake.so"
+    printed = done.stdout.split("CALL\n")[1:]
+    assert all("raised:" in one for one in printed) and "reference: 1.0986" in printed[0], printed
+    return dict(zip(names, printed, strict=True))
 
 
 def test_info_says_what_runs_where() -> None:
@@ -94,10 +124,23 @@ def test_info_says_what_runs_where() -> None:
         assert piece in info.details()
 
 
-def test_a_missing_library_is_said_to_be_missing(tmp_path: Path) -> None:
-    printed = run(tmp_path, tmp_path / "nothing.so")
-    assert "raised: XENTILE_XLA_LIBRARY is" in printed and "no file" in printed
-    assert "cpu: None" in printed
+@pytest.mark.fixed
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "no file"),
+        ("none", "another platform"),
+        ("processor", "another platform"),
+        ("other", "is not a libxentile_xla"),
+        *((name, message) for name, (_, message) in VERSIONS.items()),
+    ],
+)
+def test_a_library_that_is_refused(told: dict[str, str], name: str, message: str) -> None:
+    assert message in told[name]
+
+
+def test_a_missing_library_is_said_to_be_missing(told: dict[str, str]) -> None:
+    assert "raised: XENTILE_XLA_LIBRARY is" in told["missing"] and "cpu: None" in told["missing"]
 
 
 def test_an_installation_without_its_library_says_how_to_get_it(
@@ -107,53 +150,6 @@ def test_an_installation_without_its_library_says_how_to_get_it(
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     with pytest.raises(library.LibraryError, match=r"pip install \./pallas_bridge"):
         library.find()
-
-
-def test_a_file_that_is_no_library(tmp_path: Path) -> None:
-    path = tmp_path / "libxentile_xla.so"
-    path.write_bytes(b"\x7fELF, but not for long")
-    assert "raised:" in (printed := run(tmp_path, path)) and "another platform" in printed
-
-
-def test_a_library_for_another_processor(tmp_path: Path) -> None:
-    """The real one, with another machine in its ELF header."""
-    loaded = pallas_bridge.info().library
-    assert loaded is not None
-    path = tmp_path / "libxentile_xla.so"
-    shutil.copy(loaded.path, path)
-    with path.open("r+b") as file:
-        file.seek(18)
-        file.write((243).to_bytes(2, "little"))  # RISC-V
-    assert "raised:" in (printed := run(tmp_path, path)) and "another platform" in printed
-
-
-def test_some_other_library(tmp_path: Path) -> None:
-    source = tmp_path / "other.c"
-    source.write_text("int other(void) { return 0; }")
-    path = tmp_path / "other.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
-    assert "is not a libxentile_xla" in run(tmp_path, path)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"version": '"9.9.9"'},
-            f"is version 9.9.9 (table {library.TABLE_VERSION}) and pallas_bridge is",
-        ),
-        ({"table": "7"}, "(table 7) and pallas_bridge is"),
-        ({"minor": "99"}, "speaks XLA FFI 0.99 and the installed jaxlib"),
-        ({"major": "1"}, "speaks XLA FFI 1.1 and the installed jaxlib"),
-    ],
-    ids=str,
-)
-def test_a_library_of_another_version(
-    tmp_path: Path, changed: dict[str, str], message: str
-) -> None:
-    printed = run(tmp_path, fake_library(tmp_path, **changed))
-    assert "raised:" in printed and message in printed
 
 
 def test_versions_that_are_too_old_are_refused() -> None:
