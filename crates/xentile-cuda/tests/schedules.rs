@@ -382,7 +382,7 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
         let has_bias = turn % 2 == 0;
         let least = if E::DTYPE == DType::F32 { 0 } else { 1024 };
         let problem = Problem::<E>::new(rng, [tokens, width, vocab], axis, has_bias);
-        for _ in 0..6 {
+        for _ in 0..3 {
             let extents = |rng: &mut ChaCha8Rng| Extents {
                 tokens: some_of(rng, tokens),
                 columns: some_of(rng, vocab),

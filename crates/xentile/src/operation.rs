@@ -181,12 +181,6 @@ impl ArraySpec {
         Self::new(name, dims, ElementRule::Is(DType::F32), role)
     }
 
-    /// Whether this operand has a gradient.
-    #[must_use]
-    pub fn is_differentiable(&self) -> bool {
-        self.role == Role::Input { differentiable: true }
-    }
-
     /// Its extents in `problem`.
     #[must_use]
     pub fn extents(&self, problem: &Problem) -> Vec<usize> {
