@@ -12,13 +12,10 @@ from pallas_bridge._src import compat, doctor
 
 # Gradients of cases, each with the axis that a mesh of four devices shards.
 CUT = {
-    "cross_entropy": "V",
     "cross_entropy with auxiliary outputs": "V",
     "linear_cross_entropy": "V",
-    "linear_cross_entropy with auxiliary outputs": "V",
     "swiglu": "2F",
     "rms_norm": "D",
-    "layer_norm": "D",
 }
 PROCESS = """
 import json
