@@ -72,7 +72,7 @@ def compile_c(path: Path, source: str, **defined: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What CALL prints with each library, by its name."""
     folder = tmp_path_factory.mktemp("libraries")
     for name, (changed, _) in VERSIONS.items():
@@ -94,9 +94,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.split("CALL\n")[1:]
-    assert all("raised:" in one for one in printed) and "reference: 1.0986" in printed[0], printed
-    return dict(zip(names, printed, strict=True))
+    texts = done.stdout.split("CALL\n")[1:]
+    assert all("raised:" in one for one in texts) and "reference: 1.0986" in texts[0], texts
+    return dict(zip(names, texts, strict=True))
 
 
 def test_info_says_what_runs_where() -> None:
@@ -135,12 +135,14 @@ def test_info_says_what_runs_where() -> None:
         *((name, message) for name, (_, message) in VERSIONS.items()),
     ],
 )
-def test_a_library_that_is_refused(told: dict[str, str], name: str, message: str) -> None:
-    assert message in told[name]
+def test_a_library_that_is_refused(printed: dict[str, str], name: str, message: str) -> None:
+    assert message in printed[name]
 
 
-def test_a_missing_library_is_said_to_be_missing(told: dict[str, str]) -> None:
-    assert "raised: XENTILE_XLA_LIBRARY is" in told["missing"] and "cpu: None" in told["missing"]
+def test_a_missing_library_is_said_to_be_missing(printed: dict[str, str]) -> None:
+    assert (
+        "raised: XENTILE_XLA_LIBRARY is" in printed["missing"] and "cpu: None" in printed["missing"]
+    )
 
 
 def test_an_installation_without_its_library_says_how_to_get_it(
