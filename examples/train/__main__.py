@@ -18,7 +18,7 @@ from .config import (
     MESH_AXES,
     OPTIMIZERS,
     PRESETS,
-    REMATS,
+    REMAT_CHOICES,
     InputError,
     Options,
     RunError,
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     add("--param_dtype", default=default.param_dtype, help=params)
     add("--optimizer", default=default.optimizer, help=", ".join(OPTIMIZERS))
     add("--learning_rate", type=float, default=default.learning_rate)
-    remat = f"what the backward pass computes again: {', '.join(REMATS)}; alone, full"
+    remat = f"what the backward pass computes again: {', '.join(REMAT_CHOICES)}; alone, full"
     add("--remat", nargs="?", const="full", default=default.remat, help=remat)
     loop = f"how layers follow each other: {', '.join(LOOP_CHOICES)}"
     add("--layer_loop", default=default.layer_loop, help=loop)

@@ -1,6 +1,7 @@
 """What a run is: the model's dimensions by preset, and all that the command line says."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,6 +25,9 @@ MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 AUTO = "auto"
 LOSS_CHOICES, LAYER_CHOICES = (AUTO, *LOSS_KERNELS), (AUTO, *LAYER_KERNELS)
 LOOP_CHOICES = (AUTO, *LAYER_LOOPS)
+# What selective keeps in the last N blocks, and attention in those before.
+LAST = "selective:N"
+REMAT_CHOICES = (*REMATS, LAST)
 # data: the batch is split. fsdp: the batch, and every matrix by its hidden axis. model: the
 # vocabulary, of the embedding and of the head, the heads, the feed-forward layer and between both
 # the sequence.
@@ -246,7 +250,7 @@ def resolve(options: Options) -> Config:
         ("dtype", options.dtype, DTYPES),
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
-        ("remat", options.remat, REMATS),
+        ("remat", re.sub(r"^selective:[1-9]\d*$", LAST, options.remat), REMAT_CHOICES),
         ("layer_loop", options.layer_loop, LOOP_CHOICES),
         ("sequence_parallel", options.sequence_parallel, ("on", "off")),
     ):

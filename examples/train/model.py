@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 import pallas_bridge
 from pallas_bridge import checkpoint_policies
 
-from .config import Hybrid, LayerKernel, LayerLoop, Matmul, Model, Remat
+from .config import Hybrid, LayerKernel, LayerLoop, Matmul, Model
 from .mixers import GatedDeltaNet, Mamba2, MixerParts
 from .shards import WHOLE, Shards, packed, save_all_but_weights
 
@@ -27,7 +27,7 @@ Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
 LONGEST_MASK = 2048
 # What blocks keep for the backward pass, by `--remat`; "full" keeps their arguments alone.
-POLICIES: dict[Remat, Any] = {
+POLICIES: dict[str, Any] = {
     "selective": checkpoint_policies.save_products_and_sums,
     "attention": checkpoint_policies.save_sums,
     "full": None,
@@ -397,7 +397,7 @@ class Transformer(nnx.Module):
         of: Model,
         kernels: Kernels,
         *,
-        remat: Remat = "none",
+        remat: str = "none",
         loop: LayerLoop = "scan",
         rngs: nnx.Rngs,
     ) -> None:
@@ -484,16 +484,26 @@ class Transformer(nnx.Module):
 
             return step
 
-        step = over_pattern(lambda run: run)
-        policy = POLICIES.get(self.remat, save_all_but_weights)
-        if self.remat != "none" or "fsdp" in shards.axes:
-            step = over_pattern(partial(jax.checkpoint, policy=policy))
         over = over_unrolled_layers if self.loop == "unrolled" else over_layers
-        branch, stream = over(
-            step, (x, shards.varying(jnp.zeros_like(x), of_stream=True)), parameters
-        )
-        y, _ = self.norm.after(branch, stream)
+        carry = (x, shards.varying(jnp.zeros_like(x), of_stream=True))
+        leaves, structure = jax.tree.flatten(parameters)
+        remats, ends = remats_of_blocks(self.remat, len(leaves[0]))
+        parts = zip(*(jnp.split(leaf, ends) for leaf in leaves), strict=True)
+        for remat, part in zip(remats, parts, strict=True):
+            step = over_pattern(lambda run: run)
+            if remat != "none" or "fsdp" in shards.axes:
+                policy = POLICIES.get(remat, save_all_but_weights)
+                step = over_pattern(partial(jax.checkpoint, policy=policy))
+            carry = over(step, carry, jax.tree.unflatten(structure, part))
+        y, _ = self.norm.after(*carry)
         return y
+
+
+def remats_of_blocks(remat: str, count: int) -> tuple[list[str], list[int]]:
+    """Returns what consecutive parts of `count` blocks keep, and where all but the last end."""
+    kind, _, last = remat.partition(":")
+    first = count - int(last or count)
+    return ([kind], []) if first <= 0 else (["attention", kind], [first])
 
 
 def block_names(of: Hybrid) -> list[str]:
