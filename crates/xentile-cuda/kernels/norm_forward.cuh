@@ -386,6 +386,80 @@ __device__ inline void norm_held(const NormArguments& a) {
   norm_held_to<E, kCentred, kAdd, kVectors, kRows>(a, StoreNorm{a});
 }
 
+// RMSNorm of few rows, which have one weight, by CTAs that stay: a row's vectors are asked for before the row
+// before it is added up. So CTAs wait for the weight once, and end together.
+template <class E, int kVectors>
+__device__ inline void norm_in_turns(const NormArguments& a) {
+  constexpr int kPer = kPerVector<E>;
+  // Those of a turn and of the next, so that threads meet once a turn.
+  __shared__ float parts[2][1][kNormWarps];
+  __shared__ double wide_parts[2][kNormWarps];
+  const Team<true> team(a.lanes);
+  const uint32_t vectors = static_cast<uint32_t>(a.columns) / kPer;
+  const uint32_t rows = static_cast<uint32_t>(a.rows), step = gridDim.x * a.teams;
+  const float share = 1.0f / static_cast<float>(a.columns), eps = static_cast<float>(a.eps);
+  uint4 next[kVectors];
+  const auto ask = [&](uint32_t row) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t vector = team.lane + i * team.lanes;
+      next[i] = make_uint4(0, 0, 0, 0);
+      if (row < rows && vector < vectors) {
+        next[i] = load_once(static_cast<const uint4*>(a.x) + (row * vectors + vector));
+      }
+    }
+  };
+  ask(blockIdx.x * a.teams + team.index);
+  // The teams of a CTA take as many turns.
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x * a.teams; first < rows; first += step, turn ^= 1) {
+    const uint32_t row = first + team.index;
+    uint4 held[kVectors];
+    float rstd[1] = {0.0f};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) held[i] = next[i];
+    ask(row + step);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[kPer];
+      unpack<E>(held[i], x);
+      rstd[0] += squares(x);
+    }
+    team.add_up(rstd, parts[turn]);
+    const float mean = fmaf(rstd[0], share, eps);
+    rstd[0] = rsqrtf(mean);
+    const bool beyond = is_beyond_f32(mean);
+    if (team.any(beyond, a.teams)) {
+      double wide = 0.0;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float x[kPer];
+        unpack<E>(held[i], x);
+        wide += wide_squares(x);
+      }
+      wide = team.sum(wide, wide_parts[turn]);
+      if (beyond) rstd[0] = rstd_of(wide, a);
+    }
+    forget(held);
+    if (row >= rows) continue;
+    if (team.lane == 0) a.rstd[row] = rstd[0];
+    with_dtype(a.weight_dtype, a.weight, 0, [&](auto* weight) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const uint32_t vector = team.lane + i * team.lanes;
+        if (vector >= vectors) continue;
+        float w[kPer], x[kPer];
+        scales<kPer>(a, weight + vector * kPer, w);
+        unpack<E>(held[i], x);
+#pragma unroll
+        for (int k = 0; k < kPer; ++k) x[k] = x[k] * rstd[0] * w[k];
+        store_once(a.to, row * vectors + vector, pack<E>(x));
+      }
+    });
+  }
+}
+
 // Of any length, `kPer` elements at a time.
 template <class E, bool kCentred, bool kAdd, int kPer>
 __device__ inline void norm_any(const NormArguments& a) {

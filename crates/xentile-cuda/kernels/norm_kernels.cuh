@@ -1,5 +1,5 @@
 // Which kernels a norm has, by the names that src/norm.rs makes: operation, pass, how rows are taken, and
-// dtype. `held` and `ring` have so many vectors of a row in a thread; `vectors` and `elements` take rows of
+// dtype. `held`, `turns` and `ring` have so many vectors of a row in a thread; `vectors` and `elements` take rows of
 // any length, whole vectors or one element at a time.
 #pragma once
 

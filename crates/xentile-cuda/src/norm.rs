@@ -249,6 +249,11 @@ impl Norm {
         self.shape.elements() * self.dtype.size_bytes()
     }
 
+    /// Bytes of a weight of a row.
+    fn weight_bytes(&self) -> usize {
+        self.shape.columns() * self.weight.dtype.size_bytes()
+    }
+
     /// Rows of a group.
     fn group_rows(&self, sums: PartialSums) -> Result<usize> {
         let (rows, PartialSums { groups, blocks }) = (self.shape.rows(), sums);
@@ -315,7 +320,12 @@ impl Norm {
         let (rows, columns) = (self.shape.rows(), self.shape.columns());
         let (element, limits) = (self.dtype.size_bytes(), device.limits());
         let (name, plan) = match pass {
-            Pass::Forward => ("forward", Plan::forward(rows, columns, element, limits)),
+            Pass::Forward => {
+                let plan = Plan::forward(rows, columns, element, limits);
+                let is_plain = self.kernels == "rms_norm" && self.weight.length == columns;
+                let bytes = self.weight_bytes();
+                ("forward", if is_plain { plan.in_turns(bytes, limits) } else { plan })
+            }
             Pass::Backward(PartialSums { groups, blocks }) => {
                 let all = groups.saturating_mul(blocks);
                 let (arrays, is_centred) = (2 + u32::from(self.adds), self.is_centred());
@@ -359,8 +369,7 @@ impl Norm {
         let (kernel, mut plan, limits) = unsafe { self.ready(pass, stream) }?;
         let rows = arguments.rows;
         if pass == Pass::Forward && arguments.weight_rows.min(arguments.bias_rows) >= rows {
-            let bytes = self.shape.columns() * self.weight.dtype.size_bytes();
-            plan = plan.with_ahead(bytes, 1 + u32::from(self.is_centred()), limits);
+            plan = plan.with_ahead(self.weight_bytes(), 1 + u32::from(self.is_centred()), limits);
         }
         let Plan { ctas, lanes, teams, adjacent, ahead, shared_bytes, .. } = plan;
         let extent = Extent { ctas, rows: 1, threads: plan.threads(), shared_bytes, cluster: None };

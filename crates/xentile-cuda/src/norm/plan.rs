@@ -20,6 +20,10 @@ const MOST_AHEAD: usize = 32 << 10;
 /// Bytes that the CTAs of a multiprocessor copy so. Measured on an H200: below it copying takes 0.7 to 1.0 of the
 /// time of reading the weight after the rows, above it up to 1.4.
 const MOST_AHEAD_OF_MULTIPROCESSOR: usize = 64 << 10;
+/// Threads with 64 registers each that a multiprocessor holds.
+const RESIDENT_THREADS: u32 = 1024;
+/// CTAs of the forward pass that a GPU would have to hold one after another, at most, for fewer that stay to be faster.
+const MOST_TURNS: u32 = 6;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -47,13 +51,28 @@ impl Plan {
     /// of `arrays`; where there are few CTAs. More of them hide each other's waiting, and share what the L1 holds.
     pub(super) fn with_ahead(self, bytes: usize, arrays: u32, limits: Limits) -> Self {
         let shared = bytes * arrays as usize;
-        let is_held = self.way.starts_with("held") && bytes.is_multiple_of(VECTOR);
-        let most = limits.multiprocessors as usize * MOST_AHEAD_OF_MULTIPROCESSOR;
-        let is_few = shared <= MOST_AHEAD && shared.saturating_mul(self.ctas as usize) <= most;
-        if !is_held || !is_few {
+        if !self.way.starts_with("held") || !self.has_few_ctas(bytes, shared, limits) {
             return self;
         }
         Self { ahead: bytes as u32, shared_bytes: self.shared_bytes + shared as u32, ..self }
+    }
+
+    /// Whether CTAs are so few that each copies a weight of `bytes` ahead, `shared` with a bias.
+    fn has_few_ctas(&self, bytes: usize, shared: usize, limits: Limits) -> bool {
+        let most = limits.multiprocessors as usize * MOST_AHEAD_OF_MULTIPROCESSOR;
+        let all = shared.saturating_mul(self.ctas as usize);
+        bytes.is_multiple_of(VECTOR) && shared <= MOST_AHEAD && all <= most
+    }
+
+    /// This by CTAs that stay for several rows, all with one weight of `bytes`, where there are neither very few rows
+    /// nor many. A row has the same bits.
+    pub(super) fn in_turns(self, bytes: usize, limits: Limits) -> Self {
+        let resident = limits.multiprocessors * (RESIDENT_THREADS / self.threads());
+        let takes_turns = self.ctas > resident && self.ctas.div_ceil(MOST_TURNS) <= resident;
+        if self.way != "held4" || !takes_turns || self.has_few_ctas(bytes, bytes, limits) {
+            return self;
+        }
+        Self { way: "turns4", ctas: resident, ..self }
     }
 
     /// Of the forward pass over rows of so many bytes.
@@ -242,6 +261,17 @@ mod tests {
         };
         assert_eq!((ahead(512, 768), ahead(16384, 768)), (3072, 0));
         assert_eq!((ahead(512, 4096), ahead(1024, 4096)), (16384, 0));
+        let turns = |rows, columns| {
+            let plan = Plan::forward(rows, columns, 2, H100).in_turns(4 * columns, H100);
+            (plan.way, plan.lanes, plan.teams, plan.ctas)
+        };
+        assert_eq!(turns(2048, 7168), ("turns4", 224, 1, 528));
+        assert_eq!(turns(4096, 5120), ("turns4", 160, 1, 792));
+        assert_eq!(turns(9000, 1096), ("turns4", 64, 2, 1056));
+        // Of many rows, and of so few that each CTA has one, or copies the weight ahead.
+        assert_eq!(turns(8192, 4096).0, "held4");
+        assert_eq!(turns(528, 7168).0, "held4");
+        assert_eq!(turns(4 * 1057, 640).0, "held4");
         // What is no whole number of vectors, or of rows that are not held.
         assert_eq!((ahead(4, 1023), ahead(1, 65536)), (0, 0));
         let bf16_weight =
