@@ -175,7 +175,8 @@ def torch_step(model: str, program: str, batch: int) -> Row:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    network = getattr(transformers, f"{family}ForCausalLM")(config).cuda().train()
+    with torch.device("cuda"):
+        network = getattr(transformers, f"{family}ForCausalLM")(config).train()
     if remat == "full":
         network.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

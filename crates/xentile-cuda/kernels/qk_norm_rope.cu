@@ -7,8 +7,7 @@ using namespace xentile;
   extern "C" __global__ void __launch_bounds__(kQkForwardThreads)              \
       qk_norm_rope_forward_##layout##_##dtype(                                 \
           const __grid_constant__ QkNormRopeArguments a) {                     \
-    constexpr int kHeads = interleaved ? kQkInterleavedHeads : kQkHalvesHeads; \
-    qk::Pass<E, interleaved>(a).template forward<kHeads>();                    \
+    qk::Pass<E, interleaved>(a).template forward<kQkForwardHeads>();           \
   }                                                                            \
   extern "C" __global__ void __launch_bounds__(kQkBackwardThreads)             \
       qk_norm_rope_backward_##layout##_##dtype(                                \

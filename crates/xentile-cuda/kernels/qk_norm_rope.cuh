@@ -42,8 +42,7 @@ struct QkNormRopeArguments {
 inline constexpr uint32_t kQkForwardThreads = 128;
 inline constexpr uint32_t kQkBackwardThreads = 512;
 // Heads of a group, at most: as many as registers hold without CTAs having to wait for each other.
-inline constexpr int kQkHalvesHeads = 2, kQkInterleavedHeads = 4;
-inline constexpr int kQkBackwardHeads = 2;
+inline constexpr int kQkForwardHeads = 4, kQkBackwardHeads = 2;
 
 namespace qk {
 

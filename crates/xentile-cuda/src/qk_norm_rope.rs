@@ -6,9 +6,7 @@ mod arguments;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
-use arguments::{
-    Arguments, BACKWARD_HEADS, BACKWARD_THREADS, FORWARD_THREADS, HALVES_HEADS, INTERLEAVED_HEADS,
-};
+use arguments::{Arguments, BACKWARD_HEADS, BACKWARD_THREADS, FORWARD_HEADS, FORWARD_THREADS};
 use xentile::DType;
 use xentile::norm::Norm;
 use xentile::rope::{Layout, RopeShape};
@@ -155,10 +153,7 @@ impl QkNormRope {
     pub unsafe fn forward(&self, stream: *mut c_void, arrays: Forward) -> Result<()> {
         let Forward { x, weight, indices, tables, y, rstd } = arrays;
         let arguments = Arguments { rstd, ..self.arguments(x, weight, indices, tables, y)? };
-        let groups = self.groups(match self.layout {
-            Layout::Halves => HALVES_HEADS,
-            Layout::Interleaved => INTERLEAVED_HEADS,
-        });
+        let groups = self.groups(FORWARD_HEADS);
         let teams = FORWARD_THREADS as usize / self.lanes();
         let items = self.shape.tokens.saturating_mul(groups[0] + groups[1]);
         let ctas = i32::try_from(items.div_ceil(teams)).map_err(|_| {

@@ -23,7 +23,7 @@ const MOST_AHEAD_OF_MULTIPROCESSOR: usize = 64 << 10;
 /// Threads with 64 registers each that a multiprocessor holds.
 const RESIDENT_THREADS: u32 = 1024;
 /// CTAs of the forward pass that a GPU would have to hold one after another, at most, for fewer that stay to be faster.
-const MOST_TURNS: u32 = 6;
+const MOST_TURNS: u32 = 5;
 /// Elements of a row that a warp takes for itself where rows are of any length.
 const WARP_COLUMNS: usize = 1024;
 
@@ -266,10 +266,10 @@ mod tests {
             (plan.way, plan.lanes, plan.teams, plan.ctas)
         };
         assert_eq!(turns(2048, 7168), ("turns4", 224, 1, 528));
-        assert_eq!(turns(4096, 5120), ("turns4", 160, 1, 792));
+        assert_eq!(turns(3500, 5120), ("turns4", 160, 1, 792));
         assert_eq!(turns(9000, 1096), ("turns4", 64, 2, 1056));
         // Of many rows, and of so few that each CTA has one, or copies the weight ahead.
-        assert_eq!(turns(8192, 4096).0, "held4");
+        assert_eq!(turns(4096, 5120).0, "held4");
         assert_eq!(turns(528, 7168).0, "held4");
         assert_eq!(turns(4 * 1057, 640).0, "held4");
         // What is no whole number of vectors, or of rows that are not held.

@@ -31,7 +31,6 @@ mirror! {
 numbers! {
     FORWARD_THREADS: u32 = kQkForwardThreads, 128;
     BACKWARD_THREADS: u32 = kQkBackwardThreads, 512;
-    HALVES_HEADS: u32 = kQkHalvesHeads, 2;
-    INTERLEAVED_HEADS: u32 = kQkInterleavedHeads, 4;
+    FORWARD_HEADS: u32 = kQkForwardHeads, 4;
     BACKWARD_HEADS: u32 = kQkBackwardHeads, 2;
 }
