@@ -1,8 +1,9 @@
 //! Linear attention and the gated delta rule of one sequence for tools.
 //!
 //! Entries are judged by error bounds that follow the recurrence. Of each column of a state they have two
-//! numbers: a bound of its error, and the sum of the norms of all that was added to it, which bounds the terms of
-//! chunked sums too, where they cancel.
+//! numbers: a bound of its error, and its size, from the norms of all that was added to it, as the terms of chunked sums may
+//! cancel in it. Roundings have either sign, and so have added rows: their squares add up, over tokens and over columns.
+//! What bounds allow for instead is that a row and a column may be parallel, where a product has its whole norm.
 
 use std::time::Instant;
 
@@ -329,7 +330,7 @@ struct ByRecurrence {
 /// What bounds have of the columns of a state, or of its gradient.
 #[derive(Clone)]
 struct Columns {
-    /// The norms of all that was added.
+    /// The root of the sum of the squared norms of all that was added.
     sizes: Vec<f64>,
     errors: Vec<f64>,
 }
@@ -385,8 +386,9 @@ impl Units {
         for ((value, norm), (size, error)) in v.iter().zip(&norms).zip(entries) {
             let seen = step.decay * k * norm.sqrt();
             let written = strength * k * (value.abs() + seen);
-            *size = step.decay * *size + written;
-            *error = growth * step.decay * *error + self.step * *size + self.product * written;
+            *size = (step.decay * *size).hypot(written);
+            *error =
+                (growth * step.decay * *error).hypot(self.step * *size + self.product * written);
         }
     }
 }
@@ -457,35 +459,38 @@ impl ByRecurrence {
             let (q, k) = (norm(step.q), norm(step.k));
             let (scale, strength) = (head.scale.abs(), step.strength.abs());
             let (growth, is_delta) = (growth(head, step), head.b.is_some());
+            // Squares, one a column.
             let [mut q_error, mut k_error, mut b_error, mut g_error] = [0.0; 4];
             for (column, cotangent) in cotangent[t * values..][..values].iter().enumerate() {
                 let (size, error) = (now.sizes[column], now.errors[column]);
-                q_error += scale * cotangent.abs() * (error + r * size);
+                q_error += (scale * cotangent * (error + r * size)).powi(2);
                 let (size_before, error_before) = (before.sizes[column], before.errors[column]);
                 let old = step.decay * (error_before + r * size_before);
                 let error_unseen = U * v[column].abs() + if is_delta { k * old } else { 0.0 };
                 let unseen = step.unseen[column].abs();
                 let (size, error) = (&mut after.sizes[column], &mut after.errors[column]);
-                *size += scale * q * cotangent.abs();
-                *error += unit * *size;
+                *size = size.hypot(scale * q * cotangent);
+                *error = error.hypot(unit * *size);
                 let off = *error + r * *size;
-                k_error += strength * (unseen * off + *size * error_unseen);
-                b_error += k * (unseen * off + *size * (error_unseen + r * unseen));
+                let mut k_off = unseen * off + *size * error_unseen;
+                b_error += (k * (k_off + *size * r * unseen)).powi(2);
                 if is_delta {
-                    k_error += strength * k * (old * *size + step.decay * size_before * off);
-                    *error = growth * *error + strength * k * k * r * *size;
+                    k_off += k * (old * *size + step.decay * size_before * off);
+                    *error = (growth * *error).hypot(strength * k * k * r * *size);
                     *size *= growth;
                 }
+                k_error += (strength * k_off).powi(2);
                 found.v[t * values + column] = FLUSHED + strength * k * off;
-                g_error += old * *size + step.decay * size_before * (*error + r * *size);
+                g_error += (old * *size + step.decay * size_before * (*error + r * *size)).powi(2);
                 *error *= step.decay;
                 *size *= step.decay;
             }
-            found.q[t * keys..][..keys].fill(FLUSHED + q_error);
-            found.k[t * keys..][..keys].fill(FLUSHED + k_error);
-            found.g[t] = FLUSHED + g_error;
-            found.b[t] = FLUSHED + b_error;
-            exponent_errors[t] = squares(&[q * q_error, k * k_error, strength * b_error]);
+            exponent_errors[t] = q * q * q_error + k * k * k_error + strength * strength * b_error;
+            let [q, k, g, b] = [q_error, k_error, g_error, b_error].map(|x| FLUSHED + x.sqrt());
+            found.q[t * keys..][..keys].fill(q);
+            found.k[t * keys..][..keys].fill(k);
+            found.g[t] = g;
+            found.b[t] = b;
         });
         // In chunks dg is a sum of what the exponents between a token and others have.
         for t in 0..tokens {
