@@ -496,5 +496,12 @@ def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):
             gated_delta_rule(**{**right, **wrong})
+    # A constant of a program is looked at as it is traced.
+    rest = {name: one for name, one in right.items() if name != "q"}
+    assert jax.eval_shape(partial(gated_delta_rule, **rest), right["q"]).shape == right["v"].shape
+    with pytest.raises(ValueError, match=r"g has 0\.\d+, which is above 0"):
+        jax.eval_shape(
+            partial(gated_delta_rule, **{**rest, "g": jnp.abs(right["g"]) / 100}), right["q"]
+        )
     # What is traced cannot be looked at.
     assert jax.jit(gated_delta_rule)(**{**right, "g": -right["g"]}).shape == right["v"].shape

@@ -355,9 +355,14 @@ def _check(arrays: Mapping[str, jax.Array]) -> None:
             check_operand(name, arrays[name], shape, dtype, SHAPES[name], of)
     _check_sharding(arrays)
     g = arrays.get("g")
-    if g is not None and not is_traced(g) and g.is_fully_addressable and bool((g > 0).any()):
+    if g is None or is_traced(g) or not g.is_fully_addressable:
+        return
+    # Within `jit`, operations on constants are traced too.
+    with jax.ensure_compile_time_eval():
+        most = float(jnp.where(g > 0, g, 0).max(initial=0))
+    if most > 0:
         raise ValueError(
-            f"g has {g.max()}, which is above 0; g is the logarithm of the decay: pass jnp.log(a) "
+            f"g has {most}, which is above 0; g is the logarithm of the decay: pass jnp.log(a) "
             "of decays a from 0 to 1"
         )
 
