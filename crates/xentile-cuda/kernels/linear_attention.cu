@@ -20,13 +20,14 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
   LINEAR_KERNEL(heads_##K, kLinearThreads, 1, linear_attention::add_heads<K>(a))
 
 #define LINEAR_OF_FORM(form, kDelta, K, V)                                                      \
-  LINEAR_KERNEL(gradients_##form##_##K##_##V, kLinearThreads, kDelta || K + V > 128 ? 1 : 2,    \
+  LINEAR_KERNEL(gradients_##form##_##K##_##V, kLinearThreads, 1,                                \
                 linear_attention::Gradients<K, V, kDelta>::run(a))
 
 // Without b the states and their gradients depend on no other: both chains run at once.
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_OF_FORM(plain, false, K, V)                                                            \
   LINEAR_OF_FORM(delta, true, K, V)                                                             \
+  LINEAR_KERNEL(step_##K##_##V, kLinearStepThreads, 2, linear_attention::Step<K, V>::run(a))    \
   LINEAR_FORWARD(forward, kWhole, run, K, V)                                                    \
   LINEAR_FORWARD(forward_exact, kWhole, run_exactly, K, V)                                      \
   LINEAR_FORWARD(forward_sums, kSums, run, K, V)                                                \

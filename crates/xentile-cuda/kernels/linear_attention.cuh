@@ -1,15 +1,16 @@
 // Linear attention and the gated delta rule in chunks of kLinearChunk tokens. Names are those of the formulas in program.py
 // of the package pallas_bridge.
 //
-// Without b, the forward pass is the decays and `Forward`. Everything else runs in groups of chunks, so that arrays between
-// kernels stay small. In a group, kernels with a CTA for each chunk and head compute everything that does not depend on
-// states; a chain, with a CTA for each head and kLinearSlice columns of values, computes the rest:
+// The forward pass of one token is `Step`. Without b, that of several is the decays and `Forward`. Everything else runs in
+// groups of chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each chunk and head compute
+// everything that does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of values, computes
+// the rest:
 //
 //   forward:  decays, prepare, chain, outputs
 //   backward: decays, prepare (delta), chain, local gradients (delta), reverse, gradients, and sums of heads that share keys
 //
-// States are f32 in the registers of a chain, and bf16 where other kernels read them. In chains, computed matrices are the
-// sums of two in bf16, so that no error grows from chunk to chunk.
+// States are f32 in the registers of a chain. In chains and gradients, computed matrices are the sums of two in bf16, so that
+// no error grows from chunk to chunk, and dg and db, sums whose terms cancel, have none of bf16's. o reads states in bf16.
 //
 // A masked entry of a matrix is 0, and 0 times NaN or inf is NaN. What is not finite must reach no token that the recurrence
 // keeps it from. Kernels look at results that it always reaches, such as the last state, and then run again with products of
@@ -18,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "mma.cuh"
 
@@ -38,6 +40,7 @@ struct LinearAttentionArguments {
   float* dbefore;
   float* decays;   // [M, all chunks, 3, 64]: the sums of g in two parts, and b
   void* inverse;   // [M, N, 2, 64, 64]
+  // Of these the backward pass has a high and a low part, in arrays [.., 2, .., V].
   void* states;    // [M, N, K, V], before each chunk
   void* values;    // [M, N, 64, V], those that enter the states
   float* dvalues_local;  // [M, N, 64, V], their gradients from outputs of the same chunk
@@ -72,6 +75,8 @@ inline constexpr uint32_t kLinearSlice = 32;
 inline constexpr uint32_t kLinearThreads = 256;
 // CTAs that add up a chunk of heads that share keys.
 inline constexpr uint32_t kLinearParts = 8;
+// Of a CTA of `Step`: a warp has kLinearSlice columns of a head.
+inline constexpr uint32_t kLinearStepThreads = 128;
 
 namespace linear_attention {
 
@@ -81,6 +86,7 @@ using Arguments = LinearAttentionArguments;
 inline constexpr int kChunk = kLinearChunk;
 inline constexpr int kSlice = kLinearSlice;
 inline constexpr int kThreads = kLinearThreads;
+inline constexpr int kStepThreads = kLinearStepThreads;
 // Rows in shared memory have eight elements more than columns, so that those of a fragment are in different banks.
 inline constexpr int kGap = 8;
 inline constexpr int kSlicePitch = kSlice + kGap;
@@ -553,14 +559,18 @@ struct State {
   }
 };
 
-// Writes the high part of a state in shared memory to [K, V].
-template <int K>
-__device__ inline void write_rounded(Bits* to, int columns, const Bits* from) {
+// Writes a slice of a state in shared memory to [K, V], or with `both` to [2, K, V].
+template <int K, int V>
+__device__ inline void write_state(Bits* to, const Bits (&from)[2][K * kSlicePitch], bool both) {
 #pragma unroll
-  for (int at = threadIdx.x; at < K * (kSlice / 8); at += kThreads) {
-    const int row = at / (kSlice / 8), column = at % (kSlice / 8) * 8;
-    *reinterpret_cast<uint4*>(to + int64_t{row} * columns + column) =
-        *reinterpret_cast<const uint4*>(from + row * kSlicePitch + column);
+  for (int part = 0; part < 2; ++part) {
+    if (part == 1 && !both) return;
+#pragma unroll
+    for (int at = threadIdx.x; at < K * (kSlice / 8); at += kThreads) {
+      const int row = at / (kSlice / 8), column = at % (kSlice / 8) * 8;
+      *reinterpret_cast<uint4*>(to + (part * K + row) * V + column) =
+          *reinterpret_cast<const uint4*>(from[part] + row * kSlicePitch + column);
+    }
   }
 }
 
@@ -631,7 +641,7 @@ struct Chain {
   template <bool kExact>
   __device__ bool compute(const Arguments& a, int64_t sequence_head, int column) {
     Chain& s = *this;
-    const int chunks = static_cast<int>(a.chunks);
+    const int chunks = static_cast<int>(a.chunks), parts = a.dout == nullptr ? 1 : 2;
     State<K> state;
     state.read(a.before + sequence_head * a.before_stride + column, V);
     for (int c = 0; c < kStages - 1; ++c) {
@@ -648,7 +658,7 @@ struct Chain {
       mma::commit();
       const Stage& stage = s.stages[c % kStages];
       const Decays decays{stage.decays};
-      write_rounded<K>(static_cast<Bits*>(a.states) + index.slot(a) * K * V + column, V, s.state[0]);
+      write_state<K, V>(static_cast<Bits*>(a.states) + index.slot(a) * parts * K * V + column, s.state, parts > 1);
       if constexpr (kDelta) {
         Sums<2> seen, values;
         clear(seen);
@@ -670,7 +680,7 @@ struct Chain {
         add_triangle<false, kExact>(
             values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
             Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part);
-        Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * kChunk * V + column + part;
+        Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * parts * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const int r = row + row_of(i);
@@ -678,7 +688,9 @@ struct Chain {
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
             const int at = n * 8 + column_of(i);
-            *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(values[n][i], values[n][i + 1]);
+            const Split split(values[n][i], values[n][i + 1]);
+            *reinterpret_cast<uint32_t*>(to + r * V + at) = split.high;
+            if (parts > 1) *reinterpret_cast<uint32_t*>(to + (kChunk + r) * V + at) = split.low;
             store_split(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
                 to_end * values[n][i + 1]);
           }
@@ -776,7 +788,7 @@ struct Reverse {
       load_next();
       const Stage& stage = s.stages[c % kStages];
       const Decays decays{stage.decays};
-      write_rounded<K>(static_cast<Bits*>(a.dstates) + index.slot(a) * K * V + column, V, s.dstate[0]);
+      write_state<K, V>(static_cast<Bits*>(a.dstates) + index.slot(a) * 2 * K * V + column, s.dstate, true);
       scale_rows(s.dseen[0], s.dseen[1], stage.dout,
                  [&](int r) { return a.scale * decays.from_start(r); });
       if constexpr (kDelta) {
@@ -800,7 +812,7 @@ struct Reverse {
         add_triangle<true, kExact>(
             dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
             Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part);
-        Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * kChunk * V + column + part;
+        Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * 2 * kChunk * V + column + part;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const int r = row + row_of(i);
@@ -808,7 +820,7 @@ struct Reverse {
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
             const int at = n * 8 + column_of(i);
-            *reinterpret_cast<uint32_t*>(to + r * V + at) = mma::pack(dsolved[n][i], dsolved[n][i + 1]);
+            store_split(to, to + kChunk * V, r * V + at, dsolved[n][i], dsolved[n][i + 1]);
             store_split(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
                 factor * dsolved[n][i + 1]);
           }
@@ -827,26 +839,14 @@ struct Reverse {
   }
 };
 
-// Copies a chunk's [64, V]: v without b, and the values that a chain saved with b.
-template <int V, bool kDelta, int kCopyThreads>
-__device__ inline void copy_chunk_values(Bits* to, const Arguments& a, const ChunkIndex& index) {
-  if constexpr (kDelta) {
-    copy_rows<V, kChunk, kCopyThreads>(to, V + kGap, static_cast<const Bits*>(a.values) + index.slot(a) * kChunk * V, V,
-                                       kChunk);
-  } else {
-    copy_rows<V, kChunk, kCopyThreads>(to, V + kGap,
-                                       static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V),
-                                       int64_t{a.heads} * V, index.count(a));
-  }
-}
-
 // Multiplies the scores of a warp's 16 rows by `scale` and their decays, and masks those after the diagonal.
-__device__ inline void decay_scores(Sums<8>& scores, int row, float scale, const Decays& decays) {
+template <int kTiles>
+__device__ inline void decay_scores(Sums<kTiles>& scores, int row, int column, float scale, const Decays& decays) {
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = row + row_of(i), c = n * 8 + column_of(i);
+      const int r = row + row_of(i), c = column + n * 8 + column_of(i);
       // Computed for all, as branches would have each exponential wait for the one before.
       const float score = scale * scores[n][i] * decays.between(r, c);
       scores[n][i] = r >= c ? score : 0.0f;
@@ -1116,7 +1116,7 @@ struct Forward {
         mma::multiply(scores[n + 1], q, b[2], b[3]);
       }
     }
-    decay_scores(scores, row, scale, decays);
+    decay_scores(scores, row, 0, scale, decays);
     const float factors[2] = {scale * decays.from_start(row + row_of(0)), scale * decays.from_start(row + row_of(2))};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -1139,17 +1139,22 @@ struct Forward {
   }
 };
 
-// Adds to the states after groups what the states before them become: a thread has four elements of a head's state.
+// Adds to the states after groups what the states before them become: a thread has four elements of a head's state, and a
+// lane adds up every 32nd exponent of a group.
 __device__ inline void combine(const Arguments& a, int elements) {
   const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4, sequence_head = at / elements;
   if (sequence_head >= int64_t{a.sequences} * a.heads) return;
   float* after = a.after + sequence_head * a.after_stride + at % elements;
   float4 state = *reinterpret_cast<const float4*>(after);
-  const float* sums = a.decays + sequence_head * a.all_chunks * kDecays;
+  const float* last = a.decays + sequence_head * a.all_chunks * kDecays + kChunk - 1;
   for (uint32_t chunk = a.chunks; chunk < a.all_chunks; chunk += a.chunks) {
-    float decay = 1.0f;
-#pragma unroll 4
-    for (uint32_t c = chunk; c < min(chunk + a.chunks, a.all_chunks); ++c) decay *= Decays{sums + c * kDecays}.total();
+    float high = 0.0f, low = 0.0f;
+    for (uint32_t c = chunk + threadIdx.x % 32; c < min(chunk + a.chunks, a.all_chunks); c += 32) {
+      high += last[c * kDecays], low += last[c * kDecays + kChunk];
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) high += mma::xor_lane(high, mask), low += mma::xor_lane(low, mask);
+    const float decay = mma::exponential(high + low);
     after += elements;
     const float4 added = *reinterpret_cast<const float4*>(after);
     state = make_float4(fmaf(decay, state.x, added.x), fmaf(decay, state.y, added.y), fmaf(decay, state.z, added.z),
@@ -1178,7 +1183,8 @@ struct Outputs {
     copy_decays(s.decays, index.decays(a));
     mma::commit();
     copy_rows<V, K, kThreads>(s.state, V + kGap, static_cast<const Bits*>(a.states) + index.slot(a) * K * V, V, K);
-    copy_chunk_values<V, true, kThreads>(s.values, a, index);
+    copy_rows<V, kChunk, kThreads>(s.values, V + kGap, static_cast<const Bits*>(a.values) + index.slot(a) * kChunk * V, V,
+                                   kChunk);
     mma::commit();
     mma::wait<1>();
     __syncthreads();
@@ -1203,7 +1209,7 @@ struct Outputs {
                     Matrix<true>{s.k, K + kGap}, n * 8, 0, K);
       }
     }
-    decay_scores(scores, row, a.scale, decays);
+    decay_scores(scores, row, 0, a.scale, decays);
     mma::wait<0>();
     __syncthreads();
     const float factors[2] = {a.scale * decays.from_start(row + row_of(0)),
@@ -1259,7 +1265,7 @@ struct LocalGradients {
     Sums<8> scores;
     clear(scores);
     add_product(scores, Matrix<false>{s.q, K + kGap}, row, Matrix<true>{s.k, K + kGap}, 0, 0, K);
-    decay_scores(scores, row, a.scale, decays);
+    decay_scores(scores, row, 0, a.scale, decays);
     store_tiles(s.scores[0], s.scores[1], kChunkPitch, row, 0, scores);
     __syncthreads();
     if (!s.template compute<false>(a, index, row)) s.compute_exactly(a, row);
@@ -1304,16 +1310,24 @@ __device__ inline float sum_column(float x) {
   return x + mma::xor_lane(x, 16);
 }
 
-// The gradients of a chunk's arguments.
+// The gradients of a chunk's arguments. Columns of values pass through shared memory a slice at a time. States, their
+// gradients and solved values are in two parts each.
 template <int K, int V, bool kDelta>
 struct Gradients {
+  static constexpr int kRow = kChunk * kSlicePitch, kTiles = K / 16;
+
+  // A slice of each array.
+  struct Stage {
+    Bits state[2][K * kSlicePitch];
+    Bits dstate[2][K * kSlicePitch];
+    Bits dout[kRow];
+    Bits values[kDelta ? 2 : 1][kRow];
+    Bits dsolved[2][kDelta ? kRow : 8];
+  };
+
+  Stage stages[2];
   Bits q[kChunk * (K + kGap)];
   Bits k[kChunk * (K + kGap)];
-  Bits values[kChunk * (V + kGap)];
-  Bits dout[kChunk * (V + kGap)];
-  Bits dsolved[kDelta ? kChunk * (V + kGap) : 8];
-  Bits state[K * (V + kGap)];
-  Bits dstate[K * (V + kGap)];
   // The gradients of q k', and those of k k' with b, or the scores without.
   Bits dqk[2][kChunk * kChunkPitch];
   Bits other[2][kChunk * kChunkPitch];
@@ -1323,82 +1337,151 @@ struct Gradients {
   float columns[4][kChunk];
   float start[2][kChunk];
   float end[2][kChunk];
-  float b_sums[4][kChunk];
+  float b_sums[5][kChunk];
   float states_sums[8];
 
   __device__ static void run(const Arguments& a) {
     Gradients& s = *reinterpret_cast<Gradients*>(mma::shared_memory());
+    if (!s.template compute<false>(a)) s.compute_exactly(a);
+  }
+
+  __noinline__ __device__ void compute_exactly(const Arguments& a) { compute<true>(a); }
+
+  // Returns false if it has to run again. A warp has 16 rows, and half of the columns.
+  template <bool kExact>
+  __device__ bool compute(const Arguments& a) {
     const ChunkIndex index = ChunkIndex::of_cta(a);
-    s.load(a, index);
-    const Decays decays{s.decays};
     const int warp = threadIdx.x / 32, half = warp / 4, row = warp % 4 * 16;
-    s.scores(a, decays, row, half);
-    mma::wait<0>();
-    __syncthreads();
-    const bool is_finite = s.template keys<false>(a, index, decays, row, half);
-    s.template write_dv<false>(a, index, decays, row, half);
-    float sum = 0.0f;
-    for (int at = threadIdx.x; at < K * V / 2; at += kThreads) {
-      const int from = at / (V / 2) * (V + kGap) + at % (V / 2) * 2;
-      const uint32_t x = *reinterpret_cast<const uint32_t*>(s.state + from);
-      const uint32_t dx = *reinterpret_cast<const uint32_t*>(s.dstate + from);
-      sum = fmaf(low_float(x), low_float(dx), fmaf(high_float(x), high_float(dx), sum));
-    }
-    sum = sum_column(sum_row(sum));
-    if (threadIdx.x % 32 == 0) s.states_sums[warp] = sum;
-    if (__syncthreads_or(!is_finite)) {
-      s.compute_exactly(a, row, half);
-    } else {
-      s.write_dg(a, index, decays);
-    }
-  }
-
-  __noinline__ __device__ void compute_exactly(const Arguments& a, int row, int half) {
-    const ChunkIndex index = ChunkIndex::of_cta(a);
-    const Decays decays{this->decays};
-    keys<true>(a, index, decays, row, half);
-    // dv of the delta rule has no product of a triangle.
-    if constexpr (!kDelta) write_dv<true>(a, index, decays, row, half);
-    __syncthreads();
-    write_dg_exactly(a, index, decays);
-  }
-
-  __device__ void load(const Arguments& a, const ChunkIndex& index) {
     const RowBlock keys = index.key_rows(a, K);
-    const int64_t value_row = index.row(a, a.heads, index.head, V);
     copy_chunk<K, kThreads>(q, a.q, keys);
     copy_chunk<K, kThreads>(k, a.k, keys);
-    copy_chunk<V, kThreads>(dout, a.dout, {value_row, int64_t{a.heads} * V, keys.count});
-    copy_chunk_values<V, kDelta, kThreads>(values, a, index);
-    if constexpr (kDelta) {
-      copy_rows<V, kChunk, kThreads>(dsolved, V + kGap,
-                                     static_cast<const Bits*>(a.dsolved) + index.slot(a) * kChunk * V, V, kChunk);
-    }
     copy_decays(this->decays, index.decays(a));
-    mma::commit();
-    copy_rows<V, K, kThreads>(state, V + kGap, static_cast<const Bits*>(a.states) + index.slot(a) * K * V, V, K);
-    copy_rows<V, K, kThreads>(dstate, V + kGap, static_cast<const Bits*>(a.dstates) + index.slot(a) * K * V, V, K);
-    mma::commit();
-    mma::wait<1>();
+    load(a, index, 0);
+    load(a, index, 1);
+    const Decays decays{this->decays};
+    // Sums over columns of values.
+    Sums<kTiles> dq, dk, seen;
+    Sums<4> qk, dscores, dlower;
+    clear(dq), clear(dk), clear(dscores);
+    if constexpr (kDelta) clear(seen), clear(dlower);
+    float state_sum = 0.0f, b_sum = 0.0f;
+    for (int slice = 0; slice < V / kSlice; ++slice) {
+      mma::wait<1>();
+      __syncthreads();
+      const Stage& stage = stages[slice % 2];
+      if (!kDelta && slice == 0) {
+        scores(qk, q, row, half);
+        decay_scores(qk, row, half * 32, a.scale, decays);
+        store_tiles(other[0], other[1], kChunkPitch, row, half * 32, qk);
+        __syncthreads();
+      }
+      add_slice(stage, row, half, dq, dk, seen, dscores, dlower);
+      if constexpr (kDelta) {
+        b_sum += write_dv_slice(a, index, decays, stage, slice * kSlice);
+      } else {
+        write_dv_slice<kExact>(a, index, decays, stage, row, half, slice * kSlice);
+      }
+      state_sum += multiply_states(stage);
+      __syncthreads();
+      load(a, index, slice + 2);
+    }
+    if constexpr (kDelta) {
+      // Four lanes have a row of dv.
+      b_sum = sum_row(b_sum);
+      if (threadIdx.x % 4 == 0) b_sums[2][threadIdx.x / 4] = b_sum;
+      scores(qk, q, row, half);
+    }
+    state_sum = sum_column(sum_row(state_sum));
+    if (threadIdx.x % 32 == 0) states_sums[warp] = state_sum;
+    exponents(a, decays, row, half, qk, dscores, dlower);
     __syncthreads();
+    const bool is_finite = this->template keys<kExact>(a, index, decays, row, half, dq, dk, seen);
+    const bool found = __syncthreads_or(!is_finite);
+    if constexpr (kExact) {
+      write_dg_exactly(a, index, decays);
+    } else if (!found) {
+      write_dg(a, index, decays);
+    }
+    return !found;
   }
 
-  // Matrices [64, 64]: a warp has 16 rows and half of the columns.
-  __device__ void scores(const Arguments& a, const Decays& decays, int row, int half) {
-    const int column = half * 32;
-    const Matrix<false> left_q{q, K + kGap}, left_k{k, K + kGap}, left_dout{dout, V + kGap};
-    const Matrix<true> right_k{k, K + kGap}, right_values{values, V + kGap};
-    Sums<4> qk, dscores, kk, dlower;
-    clear(qk);
-    clear(dscores);
-    add_product(qk, left_q, row, right_k, column, 0, K);
-    add_product(dscores, left_dout, row, right_values, column, 0, V);
-    if constexpr (kDelta) {
-      clear(kk);
-      clear(dlower);
-      add_product(kk, left_k, row, right_k, column, 0, K);
-      add_product(dlower, Matrix<false>{dsolved, V + kGap}, row, right_values, column, 0, V);
+  // Loads a slice, if there is one.
+  __device__ void load(const Arguments& a, const ChunkIndex& index, int slice) {
+    if (slice < V / kSlice) {
+      Stage& stage = stages[slice % 2];
+      const int column = slice * kSlice, count = index.count(a);
+      const int64_t values = index.row(a, a.heads, index.head, V) + column, stride = int64_t{a.heads} * V;
+      const auto copy = [&](auto rows, Bits* to, const void* from, int64_t first, int64_t stride, int count) {
+        copy_rows<kSlice, rows.value, kThreads>(to, kSlicePitch, static_cast<const Bits*>(from) + first, stride, count);
+      };
+      constexpr std::integral_constant<int, K> all_keys;
+      constexpr std::integral_constant<int, kChunk> all_tokens;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int64_t state = (index.slot(a) * 2 + part) * K * V + column;
+        copy(all_keys, stage.state[part], a.states, state, V, K);
+        copy(all_keys, stage.dstate[part], a.dstates, state, V, K);
+        if constexpr (kDelta) {
+          const int64_t solved = (index.slot(a) * 2 + part) * kChunk * V + column;
+          copy(all_tokens, stage.values[part], a.values, solved, V, kChunk);
+          copy(all_tokens, stage.dsolved[part], a.dsolved, solved, V, kChunk);
+        }
+      }
+      copy(all_tokens, stage.dout, a.dout, values, stride, count);
+      if constexpr (!kDelta) copy(all_tokens, stage.values[0], a.v, values, stride, count);
     }
+    mma::commit();
+  }
+
+  // x k' of a warp's rows of x, of which it has half of the columns.
+  __device__ void scores(Sums<4>& sums, const Bits* x, int row, int half) const {
+    clear(sums);
+    add_product(sums, Matrix<false>{x, K + kGap}, row, Matrix<true>{k, K + kGap}, half * 32, 0, K);
+  }
+
+  // Adds what columns of values give: to dq, to dk of values and of dsolved, and to the gradients of scores.
+  __device__ static void add_slice(const Stage& stage, int row, int half, Sums<kTiles>& dq, Sums<kTiles>& dk,
+                                   Sums<kTiles>& seen, Sums<4>& dscores, Sums<4>& dlower) {
+    const int key = half * (K / 2), token = half * 32;
+    const Matrix<false> dout{stage.dout, kSlicePitch};
+    const Matrix<true, true> state{stage.state[0], kSlicePitch, stage.state[1]};
+    const Matrix<true, true> dstate{stage.dstate[0], kSlicePitch, stage.dstate[1]};
+    const Bits* low_values = stage.values[kDelta ? 1 : 0];
+    const Matrix<false, kDelta> values{stage.values[0], kSlicePitch, low_values};
+    const Matrix<true, kDelta> values_transposed{stage.values[0], kSlicePitch, low_values};
+    add_product(dscores, dout, row, values_transposed, token, 0, kSlice);
+    add_product(dq, dout, row, state, key, 0, kSlice);
+    add_product(dk, values, row, dstate, key, 0, kSlice);
+    if constexpr (kDelta) {
+      const Matrix<false, true> dsolved{stage.dsolved[0], kSlicePitch, stage.dsolved[1]};
+      add_product(dlower, dsolved, row, values_transposed, token, 0, kSlice);
+      add_product(seen, dsolved, row, state, key, 0, kSlice);
+    }
+  }
+
+  // A thread's part of the sum of the products of a state and its gradient.
+  __device__ static float multiply_states(const Stage& stage) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < K * kSlice / 2; at += kThreads) {
+      const int from = at / (kSlice / 2) * kSlicePitch + at % (kSlice / 2) * 2;
+      const auto pair = [&](const Bits (&x)[2][K * kSlicePitch]) {
+        const uint32_t high = *reinterpret_cast<const uint32_t*>(x[0] + from);
+        const uint32_t low = *reinterpret_cast<const uint32_t*>(x[1] + from);
+        return make_float2(low_float(high) + low_float(low), high_float(high) + high_float(low));
+      };
+      const float2 x = pair(stage.state), dx = pair(stage.dstate);
+      sum = fmaf(x.x, dx.x, fmaf(x.y, dx.y, sum));
+    }
+    return sum;
+  }
+
+  // Gradients of exponents, and the matrices [64, 64] that multiply keys and queries.
+  __device__ void exponents(const Arguments& a, const Decays& decays, int row, int half, Sums<4>& qk, Sums<4>& dscores,
+                            Sums<4>& dlower) {
+    const int column = half * 32;
+    Sums<4> kk;
+    if constexpr (kDelta) scores(kk, k, row, half);
     float row_sums[2] = {0.0f, 0.0f}, b_rows[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -1407,17 +1490,14 @@ struct Gradients {
       for (int i = 0; i < 4; ++i) {
         const int r = row + row_of(i), c = column + n * 8 + column_of(i);
         const float decay = decays.between(r, c);
-        const float below = r > c ? decay : 0.0f;
-        const float score = a.scale * qk[n][i];
-        float exponent = dscores[n][i] * score * below;
+        // Scores without b have their decays.
+        float exponent = r > c ? dscores[n][i] * (kDelta ? a.scale * qk[n][i] * decay : qk[n][i]) : 0.0f;
         dscores[n][i] = r >= c ? dscores[n][i] * (a.scale * decay) : 0.0f;
         if constexpr (kDelta) {
           const float dkk = r > c ? -dlower[n][i] * decay : 0.0f;
           b_rows[i / 2] = fmaf(dkk, kk[n][i], b_rows[i / 2]);
           dlower[n][i] = decays.b(r) * dkk;
           exponent = fmaf(dlower[n][i], kk[n][i], exponent);
-        } else {
-          qk[n][i] = r >= c ? score * decay : 0.0f;
         }
         row_sums[i / 2] += exponent;
         column_sums[i % 2] += exponent;
@@ -1437,44 +1517,29 @@ struct Gradients {
       }
     }
     store_tiles(dqk[0], dqk[1], kChunkPitch, row, column, dscores);
-    if constexpr (kDelta) {
-      store_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
-    } else {
-      store_tiles(other[0], other[1], kChunkPitch, row, column, qk);
-    }
+    if constexpr (kDelta) store_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
   }
 
-  // dq and dk: a warp has 16 rows and half of the columns. Returns whether sums over every operand are finite.
+  // Writes dq and dk from their sums over values. Returns whether sums over every operand are finite.
   template <bool kExact>
-  __device__ bool keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
-    constexpr int kTiles = K / 16;
+  __device__ bool keys(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half,
+                       Sums<kTiles>& dq, Sums<kTiles>& dk, Sums<kTiles>& seen) {
     const int column = half * (K / 2);
     const Matrix<false> right_q{q, K + kGap}, right_k{k, K + kGap};
     const float from_start[2] = {decays.from_start(row + row_of(0)), decays.from_start(row + row_of(2))};
     const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
     float start_sum[2] = {0.0f, 0.0f}, end_sum[2] = {0.0f, 0.0f}, b_sum[2] = {0.0f, 0.0f};
-    {
-      Sums<kTiles> sums;
-      clear(sums);
-      add_product(sums, Matrix<false>{dout, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
-      for_each(sums, row, column, [&](int r, int c, int i, float& x) {
-        x *= a.scale * from_start[i];
-        start_sum[i] = fmaf(x, bits_to_float(q[r * (K + kGap) + c]), start_sum[i]);
-      });
-      add_triangle<false, kExact>(sums, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column);
-      write(a, index, static_cast<Bits*>(a.dq), a.dq_parts, sums, row, column);
-    }
-    Sums<kTiles> dk;
-    clear(dk);
-    add_product(dk, Matrix<false>{values, V + kGap}, row, Matrix<true>{dstate, V + kGap}, column, 0, V);
+    for_each(dq, row, column, [&](int r, int c, int i, float& x) {
+      x *= a.scale * from_start[i];
+      start_sum[i] = fmaf(x, bits_to_float(q[r * (K + kGap) + c]), start_sum[i]);
+    });
+    add_triangle<false, kExact>(dq, Matrix<false, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_k, column);
+    write(a, index, static_cast<Bits*>(a.dq), a.dq_parts, dq, row, column);
     for_each(dk, row, column, [&](int r, int c, int i, float& x) {
       x *= to_end[i];
       end_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), end_sum[i]);
     });
     if constexpr (kDelta) {
-      Sums<kTiles> seen;
-      clear(seen);
-      add_product(seen, Matrix<false>{dsolved, V + kGap}, row, Matrix<true>{state, V + kGap}, column, 0, V);
       for_each(seen, row, column, [&](int r, int c, int i, float& x) {
         x *= -from_start[i];
         b_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), b_sum[i]);
@@ -1499,13 +1564,13 @@ struct Gradients {
       if (threadIdx.x % 4 == 0) {
         start[half][row + row_of(2 * i)] = at_start;
         end[half][row + row_of(2 * i)] = at_end;
-        b_sums[2 + half][row + row_of(2 * i)] = b;
+        b_sums[3 + half][row + row_of(2 * i)] = b;
       }
     }
     return is_finite(found);
   }
 
-  template <int kTiles, class Each>
+  template <class Each>
   __device__ static void for_each(Sums<kTiles>& sums, int row, int column, Each body) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -1538,54 +1603,57 @@ struct Gradients {
     }
   }
 
+  // Writes columns of dv of the delta rule, four lanes a row. Returns a lane's part of the products of dsolved and v.
+  __device__ static float write_dv_slice(const Arguments& a, const ChunkIndex& index, const Decays& decays,
+                                         const Stage& stage, int column) {
+    const int r = threadIdx.x / 4, c = threadIdx.x % 4 * 8;
+    if (r >= index.count(a)) return 0.0f;
+    const int64_t at = index.row(a, a.heads, index.head, V) + r * (int64_t{a.heads} * V) + column + c;
+    const uint4 v_row = *reinterpret_cast<const uint4*>(static_cast<const Bits*>(a.v) + at);
+    const uint4 high_row = *reinterpret_cast<const uint4*>(stage.dsolved[0] + r * kSlicePitch + c);
+    const uint4 low_row = *reinterpret_cast<const uint4*>(stage.dsolved[1] + r * kSlicePitch + c);
+    const uint32_t v[4] = {v_row.x, v_row.y, v_row.z, v_row.w};
+    const uint32_t high[4] = {high_row.x, high_row.y, high_row.z, high_row.w};
+    const uint32_t low[4] = {low_row.x, low_row.y, low_row.z, low_row.w};
+    const float b = decays.b(r);
+    float sum = 0.0f;
+    uint32_t rounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = low_float(high[i]) + low_float(low[i]), y = high_float(high[i]) + high_float(low[i]);
+      sum = fmaf(x, low_float(v[i]), fmaf(y, high_float(v[i]), sum));
+      rounded[i] = mma::pack(b * x, b * y);
+    }
+    *reinterpret_cast<uint4*>(static_cast<Bits*>(a.dv) + at) = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
+    return sum;
+  }
+
+  // Writes columns of dv without b: a warp has 16 rows and half of the columns.
   template <bool kExact>
-  __device__ void write_dv(const Arguments& a, const ChunkIndex& index, const Decays& decays, int row, int half) {
-    const int count = index.count(a);
+  __device__ void write_dv_slice(const Arguments& a, const ChunkIndex& index, const Decays& decays, const Stage& stage,
+                                 int row, int half, int first) {
+    const int column = half * (kSlice / 2), count = index.count(a);
     const int64_t stride = int64_t{a.heads} * V;
-    Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V);
-    if constexpr (kDelta) {
-      const Bits* v = static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V);
-      // Four lanes have a row.
-      const int r = threadIdx.x / 4;
-      float sum = 0.0f;
-      if (r < count) {
-        const float b = decays.b(r);
-#pragma unroll 4
-        for (int c = threadIdx.x % 4 * 8; c < V; c += 32) {
-          const uint4 dsolved_row = *reinterpret_cast<const uint4*>(dsolved + r * (V + kGap) + c);
-          const uint4 v_row = *reinterpret_cast<const uint4*>(v + r * stride + c);
-          const uint32_t x[4] = {dsolved_row.x, dsolved_row.y, dsolved_row.z, dsolved_row.w};
-          const uint32_t y[4] = {v_row.x, v_row.y, v_row.z, v_row.w};
-          uint32_t rounded[4];
+    Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V) + first + column;
+    const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
+    Sums<kSlice / 16> dv;
+    clear(dv);
+    add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false, true>{stage.dstate[0], kSlicePitch, stage.dstate[1]},
+                column, 0, K);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            sum = fmaf(low_float(x[i]), low_float(y[i]), fmaf(high_float(x[i]), high_float(y[i]), sum));
-            rounded[i] = mma::pack(b * low_float(x[i]), b * high_float(x[i]));
-          }
-          *reinterpret_cast<uint4*>(to + r * stride + c) = make_uint4(rounded[0], rounded[1], rounded[2], rounded[3]);
-        }
-      }
-      sum = sum_row(sum);
-      if (threadIdx.x % 4 == 0) b_sums[0][r] += sum;
-    } else {
-      constexpr int kTiles = V / 16;
-      const int column = half * (V / 2);
-      const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
-      Sums<kTiles> dv;
-      clear(dv);
-      add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false>{dstate, V + kGap}, column, 0, K);
-      for_each(dv, row, column, [&](int, int, int i, float& x) { x *= to_end[i]; });
-      add_triangle<true, kExact>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
-                                 Matrix<false>{dout, V + kGap}, column);
+    for (int n = 0; n < kSlice / 16; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const int r = row + row_of(i);
-        if (r >= count) continue;
+      for (int i = 0; i < 4; ++i) dv[n][i] *= to_end[i / 2];
+    }
+    add_triangle<true, kExact>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
+                               Matrix<false>{stage.dout, kSlicePitch}, column);
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          *reinterpret_cast<uint32_t*>(to + r * stride + column + n * 8 + column_of(i)) =
-              mma::pack(dv[n][i], dv[n][i + 1]);
-        }
+    for (int i = 0; i < 4; i += 2) {
+      const int r = row + row_of(i);
+      if (r >= count) continue;
+#pragma unroll
+      for (int n = 0; n < kSlice / 16; ++n) {
+        *reinterpret_cast<uint32_t*>(to + r * stride + n * 8 + column_of(i)) = mma::pack(dv[n][i], dv[n][i + 1]);
       }
     }
   }
@@ -1629,14 +1697,14 @@ struct Gradients {
   __device__ void write_sums(const Arguments& a, const ChunkIndex& index, int t, float sum) {
     const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
-    if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t];
+    if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t] + b_sums[4][t];
   }
 
-  // Returns the gradients of exponents of each pair of tokens, which take the memory of states. Of sums over them, that over
+  // Returns the gradients of exponents of each pair of tokens, which take the memory of slices. Of sums over them, that over
   // rows and that over columns have terms that cancel, but for those that are not finite.
   __device__ const float* write_exponents() {
-    static_assert(2 * K * (V + kGap) * sizeof(Bits) >= kChunk * kChunk * sizeof(float));
-    float* to = reinterpret_cast<float*>(state);
+    static_assert(sizeof(stages) >= kChunk * kChunk * sizeof(float));
+    float* to = reinterpret_cast<float*>(stages);
 #pragma unroll 1
     for (int at = threadIdx.x; at < kChunk * kChunk; at += kThreads) {
       const int i = at / kChunk, j = at % kChunk;
@@ -1656,6 +1724,84 @@ struct Gradients {
     }
     __syncthreads();
     return to;
+  }
+};
+
+// One token in f32, whose state is read once and written once: a warp has a head and kSlice columns of values, a lane four
+// columns and K / 4 rows. Every load is in flight before the first is used. `after` may be `before`.
+template <int K, int V>
+struct Step {
+  static constexpr int kRows = K / 4;
+
+  __device__ static void run(const Arguments& a) {
+    constexpr int kSlices = V / kSlice;
+    const int64_t warp = int64_t{blockIdx.x} * (kStepThreads / 32) + threadIdx.x / 32;
+    if (warp >= int64_t{a.sequences} * a.heads * kSlices) return;
+    const int lane = threadIdx.x % 32, row = lane / 8 * kRows;
+    const int column = static_cast<int>(warp % kSlices) * kSlice + lane % 8 * 4;
+    const ChunkIndex index(a, warp / kSlices, 0);
+    const float* before = a.before + index.sequence_head * a.before_stride + row * V + column;
+    float4 state[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) state[i] = *reinterpret_cast<const float4*>(before + i * V);
+    const int64_t keys = index.row(a, a.key_heads, index.key_head, K) + row;
+    const int64_t values = index.row(a, a.heads, index.head, V) + column;
+    uint4 q_rows[kRows / 8], k_rows[kRows / 8];
+#pragma unroll
+    for (int i = 0; i < kRows / 8; ++i) {
+      q_rows[i] = reinterpret_cast<const uint4*>(static_cast<const Bits*>(a.q) + keys)[i];
+      k_rows[i] = reinterpret_cast<const uint4*>(static_cast<const Bits*>(a.k) + keys)[i];
+    }
+    const uint2 v = *reinterpret_cast<const uint2*>(static_cast<const Bits*>(a.v) + values);
+    const float decay = mma::exponential(a.g[index.sequence_head]);
+    // The state times q and k, and q times k.
+    float4 seen_q = {}, seen_k = {};
+    float qk = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float q = element(q_rows[i / 8], i % 8), k = element(k_rows[i / 8], i % 8);
+      add(seen_q, q, state[i]);
+      add(seen_k, k, state[i]);
+      qk = fmaf(q, k, qk);
+    }
+    float4 added = {low_float(v.x), high_float(v.x), low_float(v.y), high_float(v.y)};
+    qk = sum_rows(qk);
+    seen_q = sum_rows(seen_q), seen_k = sum_rows(seen_k);
+    if (a.b != nullptr) {
+      const float b = a.b[index.sequence_head];
+      add(added, -decay, seen_k);
+      added = {b * added.x, b * added.y, b * added.z, b * added.w};
+    }
+    float* after = a.after + index.sequence_head * a.after_stride + row * V + column;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float4 x = {decay * state[i].x, decay * state[i].y, decay * state[i].z, decay * state[i].w};
+      add(x, element(k_rows[i / 8], i % 8), added);
+      *reinterpret_cast<float4*>(after + i * V) = x;
+    }
+    if (lane < 8) {
+      float4 o = {decay * seen_q.x, decay * seen_q.y, decay * seen_q.z, decay * seen_q.w};
+      add(o, qk, added);
+      *reinterpret_cast<uint2*>(static_cast<Bits*>(a.out) + values) =
+          make_uint2(mma::pack(a.scale * o.x, a.scale * o.y), mma::pack(a.scale * o.z, a.scale * o.w));
+    }
+  }
+
+  // Element `i` of eight in bf16.
+  __device__ static float element(const uint4& x, int i) {
+    const uint32_t pair = i < 4 ? (i < 2 ? x.x : x.y) : (i < 6 ? x.z : x.w);
+    return i % 2 == 0 ? low_float(pair) : high_float(pair);
+  }
+  __device__ static void add(float4& sum, float factor, const float4& x) {
+    sum = {fmaf(factor, x.x, sum.x), fmaf(factor, x.y, sum.y), fmaf(factor, x.z, sum.z), fmaf(factor, x.w, sum.w)};
+  }
+  // Adds up the values of the four lanes of a column.
+  __device__ static float sum_rows(float x) {
+    x += mma::xor_lane(x, 8);
+    return x + mma::xor_lane(x, 16);
+  }
+  __device__ static float4 sum_rows(const float4& x) {
+    return {sum_rows(x.x), sum_rows(x.y), sum_rows(x.z), sum_rows(x.w)};
   }
 };
 

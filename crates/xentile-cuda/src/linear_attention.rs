@@ -55,16 +55,17 @@ numbers! {
     SLICE: u32 = kLinearSlice, 32;
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
+    STEP_THREADS: u32 = kLinearStepThreads, 128;
     FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     CHAIN_SHARED: u32 = kLinearChainShared, 100688;
     REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
     OUTPUTS_SHARED: u32 = kLinearOutputsShared, 87808;
     PULL_SHARED: u32 = kLinearPullShared, 71424;
-    GRADIENTS_SHARED: u32 = kLinearGradientsShared, 180528;
+    GRADIENTS_SHARED: u32 = kLinearGradientsShared, 178784;
     DELTA_CHAIN_SHARED: u32 = kDeltaChainShared, 124480;
     DELTA_REVERSE_SHARED: u32 = kDeltaReverseShared, 188000;
-    DELTA_GRADIENTS_SHARED: u32 = kDeltaGradientsShared, 197920;
+    DELTA_GRADIENTS_SHARED: u32 = kDeltaGradientsShared, 209440;
 }
 
 /// Threads of a CTA that multiplies for one chunk alone.
@@ -117,27 +118,28 @@ pub struct Outputs {
     pub states: *mut f32,
 }
 
-/// Scratch of both passes. N is the number of chunks of a group.
+/// Scratch of both passes. N is the number of chunks of a group, P the parts in bf16 that a number has: 2 in the backward
+/// pass, else 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Scratch {
     /// `[B, H', chunks, 192]`.
     pub decays: *mut f32,
-    /// `[B, H', N, K, V]` in bf16, but for a forward pass without b.
+    /// `[B, H', N, P, K, V]` in bf16, but for a forward pass without b.
     pub states: *mut c_void,
     /// `[B, H', N, 8192]` in bf16, of the delta rule.
     pub inverse: *mut c_void,
-    /// `[B, H', N, 64, V]` in bf16, of the delta rule.
+    /// `[B, H', N, P, 64, V]` in bf16, of the delta rule.
     pub values: *mut c_void,
 }
 
 /// Scratch of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardScratch {
-    /// `[B, H', N, K, V]` in bf16.
+    /// `[B, H', N, 2, K, V]` in bf16.
     pub dstates: *mut c_void,
     /// `[B, H', N, 64, V]`, of the delta rule.
     pub dvalues_local: *mut f32,
-    /// `[B, H', N, 64, V]` in bf16, of the delta rule.
+    /// `[B, H', N, 2, 64, V]` in bf16, of the delta rule.
     pub dsolved: *mut c_void,
     /// `[B, H', N, 64, K]` of q and of k, where heads share keys.
     pub parts: Option<[*mut f32; 2]>,
@@ -182,6 +184,8 @@ pub struct LinearAttention {
 /// A kernel of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
+    /// o and the state after one token.
+    Step,
     Decays,
     Forward,
     /// `Forward` again, of CTAs with NaN or inf.
@@ -250,6 +254,7 @@ impl LinearAttention {
         use Kernel as K;
         let device = Device::current()?;
         let all: &[Kernel] = match (backward, self.delta) {
+            (false, _) if self.shape.tokens == 1 => &[K::Step],
             (false, false) => self.forward_kernels(device),
             (false, true) => &[K::Prepare, K::Chain, K::Outputs],
             (true, false) => &[K::Chains, K::Gradients, K::Heads],
@@ -283,9 +288,15 @@ impl LinearAttention {
             check_alignment(name, array)?;
         }
         let mut all = Arguments { out: outputs.o, ..self.arguments(&operands, &scratch)? };
+        all.after_stride = (self.groups() * self.state_elements()) as i64;
+        if self.shape.tokens == 1 {
+            self.begin(0, &mut all, operands.initial_state, outputs.states);
+            all.after = outputs.states;
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.launch(Kernel::Step, stream, &all) };
+        }
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
-        all.after_stride = (self.groups() * self.state_elements()) as i64;
         if !self.delta {
             self.begin(0, &mut all, operands.initial_state, outputs.states);
             all.after = outputs.states;
@@ -484,6 +495,7 @@ impl LinearAttention {
             Kernel::Decays => return "linear_attention_decays".into(),
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
+            Kernel::Step => "step",
             Kernel::Forward => "forward",
             Kernel::ForwardExact => "forward_exact",
             Kernel::ForwardSums => "forward_sums",
@@ -517,7 +529,7 @@ impl LinearAttention {
         let with_vector = |bytes: usize| 16 + if self.delta { bytes } else { 0 };
         let stages = if self.delta { 2 } else { 3 };
         match kernel {
-            Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
+            Kernel::Step | Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
             Kernel::Forward
             | Kernel::ForwardExact
             | Kernel::ForwardSums
@@ -546,15 +558,20 @@ impl LinearAttention {
             Kernel::Outputs => 2 * key_bytes + value_bytes + state + decays,
             Kernel::Pull => 2 * key_bytes + value_bytes + 2 * square + decays,
             Kernel::Gradients => {
-                let sums = (2 + 4 + 2 + 2 + 4) * chunk * 4 + 8 * 4;
-                2 * key_bytes
-                    + 2 * value_bytes
-                    + with_delta(value_bytes)
-                    + 2 * state
-                    + 4 * square
-                    + decays
-                    + sums
+                let solved = if self.delta { 4 * slice_bytes } else { slice_bytes + 2 * 16 };
+                let stage = 4 * state_slice + slice_bytes + solved;
+                let sums = (2 + 4 + 2 + 2 + 5) * chunk * 4 + 8 * 4;
+                2 * stage + 2 * key_bytes + 4 * square + decays + sums
             }
+        }
+    }
+
+    /// Threads of a kernel's CTA.
+    fn threads(&self, kernel: Kernel) -> u32 {
+        match kernel {
+            Kernel::Step => STEP_THREADS,
+            Kernel::Prepare | Kernel::Outputs | Kernel::Pull => CHUNK_THREADS,
+            _ => THREADS,
         }
     }
 
@@ -563,6 +580,7 @@ impl LinearAttention {
         let Shape { sequences, key_heads, heads, .. } = self.shape;
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
+            Kernel::Step => self.slices().div_ceil(STEP_THREADS as usize / 32),
             Kernel::Forward | Kernel::ForwardExact | Kernel::Chain | Kernel::Reverse => {
                 self.slices()
             }
@@ -597,14 +615,10 @@ impl LinearAttention {
         if needed > most as usize {
             return Err(Error::SharedMemory { needed, most });
         }
-        let threads = match kernel {
-            Kernel::Prepare | Kernel::Outputs | Kernel::Pull => CHUNK_THREADS,
-            _ => THREADS,
-        };
         let extent = Extent {
             ctas: ctas as u32,
             rows: 1,
-            threads,
+            threads: self.threads(kernel),
             shared_bytes: needed as u32,
             cluster: None,
         };
@@ -663,6 +677,7 @@ mod tests {
         assert_eq!(call.ctas(Kernel::Decays, 4), 12);
         assert_eq!(call.ctas(Kernel::ForwardSums, 4), 96);
         assert_eq!(call.ctas(Kernel::Combine, 4), 96);
+        assert_eq!(call.ctas(Kernel::Step, 1), 6);
         assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_128_128");
         let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
         assert_eq!(message(Shape { keys: 96, ..SHAPE }), "K is 96; it must be 64 or 128");

@@ -28,15 +28,14 @@ const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
 const STATES: &str = "*batch G T/group_tokens K V";
 
 /// On GPUs, sums of g and b in chunks, and what a group of chunks needs: with b its inverses and the values that enter
-/// its states, and its states before chunks, which a forward pass without b keeps to itself. CPUs take all scratch and
-/// touch none.
+/// its states, and its states before chunks, which a forward pass without b keeps to itself. In the backward pass what is
+/// read for gradients has a high and a low part. CPUs take all scratch and touch none.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
 const INVERSE: ArrayDecl =
     scratch("inverse", "*batch G T/groups_times_chunk 8192", LIKE_Q).given(DELTA);
-const VALUES: ArrayDecl =
-    scratch("values", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA);
-const CHUNK_STATES: ArrayDecl =
-    scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q);
+/// [64, V] and [K, V] in two parts.
+const SOLVED: &str = "*batch G T/groups_times_chunk 2 64 V";
+const SPLIT_STATES: &str = "*batch G T/groups_times_chunk 2 K V";
 
 /// A group has `group_tokens`, a multiple of 64. `groups_times_chunk` is 64 times the number of groups:
 /// T / groups_times_chunk, rounded up, is the number of chunks of a group.
@@ -58,8 +57,8 @@ pub(crate) const FORWARD: Declaration = Declaration {
         output("states", STATES, F32),
         DECAYS,
         INVERSE,
-        VALUES,
-        CHUNK_STATES.given(DELTA),
+        scratch("values", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA),
+        scratch("chunk_states", "*batch G T/groups_times_chunk K V", LIKE_Q).given(DELTA),
     ],
     attributes: &[ATTRIBUTES],
     multiples: &[("G", "H")],
@@ -90,11 +89,11 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         gradient("dinitial_state", "*batch G K V", F32),
         DECAYS,
         INVERSE,
-        VALUES,
-        CHUNK_STATES,
-        scratch("chunk_dstates", "*batch G T/groups_times_chunk K V", LIKE_Q),
+        scratch("values", SOLVED, LIKE_Q).given(DELTA),
+        scratch("chunk_states", SPLIT_STATES, LIKE_Q),
+        scratch("chunk_dstates", SPLIT_STATES, LIKE_Q),
         scratch("dvalues_local", "*batch G T/groups_times_chunk 64 V", F32).given(DELTA),
-        scratch("dsolved", "*batch G T/groups_times_chunk 64 V", LIKE_Q).given(DELTA),
+        scratch("dsolved", SOLVED, LIKE_Q).given(DELTA),
         scratch("dq_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
         scratch("dk_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
     ],

@@ -179,16 +179,17 @@ impl Extents<'_> {
     }
 
     /// Checks arrays that no kernel for CPUs takes, and writes zeros: where every result is searched for NaN, what
-    /// was in memory must not be found.
-    fn clear(&self, scratch: Scratch<'_>) -> Result {
+    /// was in memory must not be found. What the backward pass has in two parts has the axis `parts`, [2].
+    fn clear(&self, scratch: Scratch<'_>, parts: &[usize]) -> Result {
         let LinearAttention { tokens, heads, keys, values, .. } = self.attention;
         let chunks = tokens.div_ceil(self.groups_times_chunk);
         let shape = |name| match name {
             "decays" => vec![heads, tokens.div_ceil(64), DECAYS],
             "inverse" => vec![heads, chunks, INVERSE],
-            "values" | "dvalues_local" | "dsolved" => vec![heads, chunks, 64, values],
+            "dvalues_local" => vec![heads, chunks, 64, values],
+            "values" | "dsolved" => [&[heads, chunks], parts, &[64, values]].concat(),
             "dq_parts" | "dk_parts" => vec![heads, chunks, 64, keys],
-            _ => vec![heads, chunks, keys, values],
+            _ => [&[heads, chunks], parts, &[keys, values]].concat(),
         };
         for (name, array) in scratch.floats {
             self.check(name, array.dims(), &shape(name))?;
@@ -216,7 +217,7 @@ fn forward(
     let LinearAttention { tokens, heads, values, .. } = extents.attention;
     extents.check_rows("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
     extents.check_states(states.dims())?;
-    extents.clear(scratch.0)?;
+    extents.clear(scratch.0, &[])?;
     let pool = Pool(pool);
     with_element!(extents.dtype, "q", E => {
         let o = o.typed::<E, ANY_RANK>()?.into_slice();
@@ -256,8 +257,8 @@ fn backward(
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
     extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
-    extents.clear(scratch)?;
-    extents.clear(more.0)?;
+    extents.clear(scratch, &[2])?;
+    extents.clear(more.0, &[2])?;
     let pool = Pool(pool);
     with_element!(extents.dtype, "q", E => {
         let launch = Launch { isa: Isa::detect(), pool: &pool };

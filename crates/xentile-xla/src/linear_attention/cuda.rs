@@ -104,13 +104,13 @@ impl Extents<'_> {
         self.check(name, dims, last)
     }
 
-    /// Checks the scratch of both passes, and the states before chunks.
-    fn check_scratch(&self, scratch: &Scratch, states: Option<&AnyMut>) -> Result {
+    /// Checks the scratch of both passes, and the states before chunks, whose numbers have `parts`: [2] or none.
+    fn check_scratch(&self, scratch: &Scratch, states: Option<&AnyMut>, parts: &[usize]) -> Result {
         let Shape { heads, keys, values, group, .. } = self.shape;
         let Scratch { decays, inverse, values: value_rows } = scratch;
         self.check("decays", decays.dims(), &[heads, self.chunks, 3 * CHUNK])?;
         if let Some(states) = states {
-            let last = [heads, group, keys, values];
+            let last = [&[heads, group], parts, &[keys, values]].concat();
             self.check_rounded("chunk_states", states.dims(), states.dtype(), &last)?;
         }
         if let Some(inverse) = inverse {
@@ -118,7 +118,7 @@ impl Extents<'_> {
             self.check_rounded("inverse", inverse.dims(), inverse.dtype(), &last)?;
         }
         value_rows.as_ref().map_or(Ok(()), |array| {
-            let last = [heads, group, CHUNK, values];
+            let last = [&[heads, group], parts, &[CHUNK, values]].concat();
             self.check_rounded("values", array.dims(), array.dtype(), &last)
         })
     }
@@ -216,7 +216,7 @@ fn forward(
     let Shape { tokens, heads, keys, values, .. } = extents.shape;
     extents.check_rounded("o", o.dims(), o.dtype(), &[tokens, heads, values])?;
     extents.check("states", states.dims(), &[heads, extents.groups, keys, values])?;
-    extents.check_scratch(&scratch, more.0.as_ref())?;
+    extents.check_scratch(&scratch, more.0.as_ref(), &[])?;
     let (call, operands) = operands.prepared(&extents)?;
     xentile_cuda::available().map_err(failed)?;
     let stream = context.stream()?.as_ptr();
@@ -258,14 +258,14 @@ fn backward(
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
     extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
-    extents.check_scratch(&scratch, Some(&more.states))?;
-    let last = [heads, group, keys, values];
+    extents.check_scratch(&scratch, Some(&more.states), &[2])?;
+    let last = [heads, group, 2, keys, values];
     extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;
     if let Some(dvalues_local) = &more.dvalues_local {
         extents.check("dvalues_local", dvalues_local.dims(), &[heads, group, CHUNK, values])?;
     }
     if let Some(array) = &more.dsolved {
-        let last = [heads, group, CHUNK, values];
+        let last = [heads, group, 2, CHUNK, values];
         extents.check_rounded("dsolved", array.dims(), array.dtype(), &last)?;
     }
     for part in more.parts.iter().flatten() {

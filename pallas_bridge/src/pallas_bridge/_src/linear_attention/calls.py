@@ -22,9 +22,7 @@ from .program import CHUNK, DELTA_ARRAYS, Options, Program
 
 FORWARD, BACKWARD = "xentile_linear_attention_forward", "xentile_linear_attention_backward"
 WIDTHS = (64, 128)
-# Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor, and
-# few enough for most to stay in the L2. Linear attention, which has fewer other arrays, has twice
-# as many.
+# Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
 # CTAs of the forward kernel, each of 32 columns of values of a head, that leave half of a GPU's
@@ -53,14 +51,12 @@ class Call:
         """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
-        # Of one token, XLA's program reads the state once, and is faster.
-        if _lacks_on_gpus(arrays) or (q.shape[1] == 1 and implementation is None):
+        if _lacks_on_gpus(arrays):
             # As many states as XLA's own program saves.
             chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
             return Call(options, chunks, -(-every // chunks), False, implementation)
         batch, _, heads, columns = v.shape
-        elements = GROUP if len(arrays) == DELTA_ARRAYS else 2 * GROUP
-        most = max(elements // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
+        most = max(GROUP // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
         ctas = batch * heads * columns // 32
         if len(arrays) < DELTA_ARRAYS and ctas <= FEW_CTAS:
             most = min(most, max(every * ctas // MANY_CTAS, LEAST_CHUNKS_AT_ONCE))
@@ -187,17 +183,18 @@ def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
     batch, tokens, _, width = q.shape
     heads, columns = v.shape[2:]
     is_delta, group = len(arrays) == DELTA_ARRAYS, (batch, heads, call.chunks)
+    # What the backward pass reads has a high and a low part.
+    parts = (*group, 2) if is_backward else group
     found = [jnp.zeros((batch, heads, -(-tokens // CHUNK), 3 * CHUNK), jnp.float32)]
-    rows, states = (*group, CHUNK, columns), jnp.zeros((*group, width, columns), q.dtype)
+    rows, states = (jnp.zeros((*parts, count, columns), q.dtype) for count in (CHUNK, width))
     if is_delta:
-        found.append(jnp.zeros((*group, 2 * CHUNK * CHUNK), q.dtype))
-        found.append(jnp.zeros(rows, q.dtype))
+        found += [jnp.zeros((*group, 2 * CHUNK * CHUNK), q.dtype), rows]
     if is_delta or is_backward:
         found.append(states)
     if is_backward:
         found.append(states)
         if is_delta:
-            found += [jnp.zeros(rows, jnp.float32), jnp.zeros(rows, q.dtype)]
+            found += [jnp.zeros((*group, CHUNK, columns), jnp.float32), rows]
         if q.shape[2] != heads:
             found += [jnp.zeros((*group, CHUNK, width), jnp.float32)] * 2
     return found
