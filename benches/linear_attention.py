@@ -5,7 +5,8 @@
 B sequences of T tokens, H heads with K columns of keys and V of values; H/G of which G have keys of
 their own. bfloat16, decays of exp(-softplus(normal - 3)). "XLA" is the chunked program in plain
 JAX, `implementation="reference"`. "both" has a forward pass and the gradients of all operands in
-one program.
+one program. Of one token, programs take a state and return the next, beside "copy", which adds 1 to
+a state.
 """
 
 import sys
@@ -22,9 +23,16 @@ from pallas_bridge import gated_delta_rule, linear_attention
 
 SHAPES = {
     "cpu": ("1x128x2x64x64",),
-    "gpu": ("4x8192x8x128x128", "1x32768x16x128x128", "4x8192x32/1x128x64", "8x2048x16x128x128"),
+    "gpu": (
+        "4x8192x8x128x128",
+        "1x32768x16x128x128",
+        "4x8192x32/1x128x64",
+        "8x2048x16x128x128",
+        "128x1x16x128x128",
+    ),
 }
 PEERS = ("ours", "reference")
+FUNCTIONS: dict[str, Any] = {"linear": linear_attention, "delta": gated_delta_rule}
 
 
 def arrays_of(shape: str, has_beta: bool) -> list[Any]:
@@ -48,8 +56,10 @@ def arrays_of(shape: str, has_beta: bool) -> list[Any]:
 
 def measure(form: str, shape: str, seconds: float) -> Row:
     """Measures the programs of a form in turns, with the temporary memory of each."""
-    function: Any = {"linear": linear_attention, "delta": gated_delta_rule}[form]
+    function = FUNCTIONS[form]
     arrays = arrays_of(shape, form == "delta")
+    if arrays[2].shape[1] == 1:
+        return measure_token(function, arrays, seconds)
     cotangent = jax.random.normal(jax.random.key(9), arrays[2].shape, jnp.bfloat16)
     programs: dict[str, Any] = {}
     for name, implementation in (("ours", None), ("reference", "reference")):
@@ -70,6 +80,19 @@ def measure(form: str, shape: str, seconds: float) -> Row:
         baseline = f"reference, {passes}"
         row |= harness.compared(starts, seconds, calls=1, baseline=baseline, ratio="relative")
     return row
+
+
+def measure_token(function: Any, arrays: list[Any], seconds: float) -> Row:
+    """Measures programs of one token in turns, and a pass over a state."""
+    batch, _, heads, columns = arrays[2].shape
+    shape = (batch, heads, arrays[0].shape[-1], columns)
+    state = jax.random.normal(jax.random.key(9), shape)
+    starts = {"copy": partial(jax.jit(lambda state: state + 1), state)}
+    for name, implementation in (("ours", None), ("reference", "reference")):
+        one = partial(function, return_final_state=True, implementation=implementation)
+        step = jax.jit(lambda state, *arrays, one=one: one(*arrays, initial_state=state))
+        starts[f"{name}, forward"] = partial(step, state, *arrays)
+    return harness.compared(starts, seconds, calls=1)
 
 
 def main() -> int:
