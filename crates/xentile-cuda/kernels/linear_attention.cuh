@@ -280,7 +280,8 @@ struct ChunkIndex {
   int chunk;  // of the group
 
   __device__ ChunkIndex(const Arguments& a, int64_t sequence_head, int chunk)
-      : sequence_head(sequence_head), sequence(sequence_head / a.heads), head(static_cast<int>(sequence_head % a.heads)),
+      : sequence_head(sequence_head), sequence(static_cast<uint32_t>(sequence_head) / a.heads),
+        head(static_cast<int>(static_cast<uint32_t>(sequence_head) % a.heads)),
         key_head(head / (a.heads / a.key_heads)), chunk(chunk) {}
 
   // That of a CTA of a kernel with one for each chunk and head.
@@ -1462,16 +1463,25 @@ struct Gradients {
   // A thread's part of the sum of the products of a state and its gradient.
   __device__ static float multiply_states(const Stage& stage) {
     float sum = 0.0f;
-#pragma unroll 4
-    for (int at = threadIdx.x; at < K * kSlice / 2; at += kThreads) {
-      const int from = at / (kSlice / 2) * kSlicePitch + at % (kSlice / 2) * 2;
-      const auto pair = [&](const Bits (&x)[2][K * kSlicePitch]) {
-        const uint32_t high = *reinterpret_cast<const uint32_t*>(x[0] + from);
-        const uint32_t low = *reinterpret_cast<const uint32_t*>(x[1] + from);
-        return make_float2(low_float(high) + low_float(low), high_float(high) + high_float(low));
+#pragma unroll
+    for (int at = threadIdx.x; at < K * kSlice / 8; at += kThreads) {
+      const int from = at / (kSlice / 8) * kSlicePitch + at % (kSlice / 8) * 8;
+      const auto eight = [&](const Bits (&x)[2][K * kSlicePitch], float (&to)[8]) {
+        const uint4 high_row = *reinterpret_cast<const uint4*>(x[0] + from);
+        const uint4 low_row = *reinterpret_cast<const uint4*>(x[1] + from);
+        const uint32_t high[4] = {high_row.x, high_row.y, high_row.z, high_row.w};
+        const uint32_t low[4] = {low_row.x, low_row.y, low_row.z, low_row.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[2 * i] = low_float(high[i]) + low_float(low[i]);
+          to[2 * i + 1] = high_float(high[i]) + high_float(low[i]);
+        }
       };
-      const float2 x = pair(stage.state), dx = pair(stage.dstate);
-      sum = fmaf(x.x, dx.x, fmaf(x.y, dx.y, sum));
+      float x[8], dx[8];
+      eight(stage.state, x);
+      eight(stage.dstate, dx);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = fmaf(x[i], dx[i], sum);
     }
     return sum;
   }
@@ -1666,17 +1676,31 @@ struct Gradients {
     return decays.total() * sum;
   }
 
-  // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j.
+  // dg and db: g_t is a term of G_i for t <= i, and of G_C - G_j for t > j. Two warps add up along the chunk.
   __device__ void write_dg(const Arguments& a, const ChunkIndex& index, const Decays& decays) {
-    const int t = threadIdx.x;
-    if (t >= index.count(a)) return;
-    float sum = sum_states(decays);
-    for (int i = 0; i < kChunk; ++i) {
-      const float exponent_sum = start[0][i] + start[1][i] + rows[0][i] + rows[1][i] -
-                            (columns[0][i] + columns[1][i] + columns[2][i] + columns[3][i]);
-      sum += i >= t ? exponent_sum : end[0][i] + end[1][i];
+    const int t = threadIdx.x, lane = t % 32;
+    if (t >= kChunk) return;
+    const auto exponent = [&](int i) { return sum_of(start, i) + sum_of(rows, i) - sum_of(columns, i); };
+    // Of the tokens of the other warp, from t on, and up to t.
+    float apart = t < 32 ? exponent(t + 32) : sum_of(end, t - 32), from = exponent(t), until = sum_of(end, t);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      apart += mma::xor_lane(apart, distance);
+      const float later = __shfl_down_sync(~0u, from, distance), earlier = mma::lane_before(until, distance);
+      if (lane + distance < 32) from += later;
+      if (lane >= distance) until += earlier;
     }
-    write_sums(a, index, t, sum);
+    const float before = mma::lane_before(until, 1);
+    if (t >= index.count(a)) return;
+    write_sums(a, index, t, sum_states(decays) + from + (lane > 0 ? before : 0.0f) + apart);
+  }
+
+  template <int kCount>
+  __device__ static float sum_of(const float (&x)[kCount][kChunk], int t) {
+    float sum = x[0][t];
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) sum += x[i][t];
+    return sum;
   }
 
   // As `write_dg`, from pairs of tokens around t: what is not finite does not cancel in sums over rows and over columns.
@@ -1687,7 +1711,7 @@ struct Gradients {
     if (is_finite(sum)) {
       const float* exponents = write_exponents();
       for (int i = 0; t < kChunk && i < kChunk; ++i) {
-        sum += i >= t ? start[0][i] + start[1][i] : end[0][i] + end[1][i];
+        sum += sum_of(i >= t ? start : end, i);
         for (int j = 0; i >= t && j < t; ++j) sum += exponents[i * kChunk + j];
       }
     }
@@ -1697,7 +1721,7 @@ struct Gradients {
   __device__ void write_sums(const Arguments& a, const ChunkIndex& index, int t, float sum) {
     const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
-    if constexpr (kDelta) a.db[at] = b_sums[0][t] + b_sums[1][t] + b_sums[2][t] + b_sums[3][t] + b_sums[4][t];
+    if constexpr (kDelta) a.db[at] = sum_of(b_sums, t);
   }
 
   // Returns the gradients of exponents of each pair of tokens, which take the memory of slices. Of sums over them, that over

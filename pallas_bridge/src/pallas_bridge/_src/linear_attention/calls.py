@@ -51,7 +51,8 @@ class Call:
         """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
-        if _lacks_on_gpus(arrays):
+        # Of one token, XLA's program writes into a donated state; a call's result is copied there.
+        if _lacks_on_gpus(arrays) or (q.shape[1] == 1 and implementation is None):
             # As many states as XLA's own program saves.
             chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
             return Call(options, chunks, -(-every // chunks), False, implementation)
