@@ -220,7 +220,7 @@ fn gated(
         ..Operands::of(x.as_ptr())
     };
     if let Some((values_t, scales_t)) = transposed {
-        let transposed = transposed(y);
+        let transposed = super::transposed(y);
         check("values_t", values_t.dims(), &transposed, y)?;
         check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), y)?;
         check_format("values_t", values_t.dtype(), format)?;
@@ -356,7 +356,7 @@ fn normed(arrays: NormArrays, norm: NormOptions, context: &Context) -> Result {
         ..Operands::of(x.as_ptr())
     };
     if let Some((values_t, scales_t)) = &transposed {
-        let transposed = transposed(x.dims());
+        let transposed = super::transposed(x.dims());
         check("values_t", values_t.dims(), &transposed, x.dims())?;
         check("scales_t", scales_t.dims(), &shape_scales(&transposed, blocks), x.dims())?;
         check_format("values_t", values_t.dtype(), format)?;
