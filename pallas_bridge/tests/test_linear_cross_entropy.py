@@ -753,24 +753,29 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
         ({"temperature": 0.7}, ["fused"]),
         ({"temperature": 1.5, "softcap": 30.0, "return_lse": True}, ["fused"]),
         ({"temperature": 0.7, "reduction": "none"}, ["forward", "backward"]),
+        ({"axis": "data"}, ["fused", "hidden"]),
     ],
 )
 def test_programs_for_gpus_are_calls_of_the_library(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: list[str]
 ) -> None:
-    monkeypatch.setattr(schedule, "has_cuda_call", lambda: True)
+    monkeypatch.setattr(schedule, "has_cuda_call", lambda name="fused": True)
     x = jax.ShapeDtypeStruct((2048, 256), jnp.bfloat16)
     axis = options.get("vocab_axis", 0)
     w = jax.ShapeDtypeStruct((256, 20011) if axis else (20011, 256), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((2048,), jnp.int32)
     options = dict(options)
-    of_bias = options.pop("bias", None)
+    of_bias, over = options.pop("bias", None), options.pop("axis", None)
     b = None if of_bias is None else jax.ShapeDtypeStruct((20011,), of_bias)
 
     def f(x: Any, w: Any, b: Any, y: Any) -> Any:
         found = linear_cross_entropy(x, w, y, bias=b, **options)
         return (found[0] if options.get("return_lse") else found).sum()
 
+    if over is not None:
+        tokens, mesh = P(over), jax.sharding.Mesh(np.array(jax.devices()[:1]), (over,))
+        specs = tokens, P(), P(), tokens
+        f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     of = (0, 1) if b is None else (0, 1, 2)
     traced = jax.jit(jax.value_and_grad(f, of)).trace(x, w, b, y)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -672,6 +672,18 @@ impl Ready {
         // SAFETY: passed on from this function's contract.
         unsafe { Driver::get()?.launch(self.product, extent(clusters), stream, arguments) }
     }
+
+    /// As [`launch_product`](Self::launch_product), for few long tiles: a cluster has one, so that tiles go
+    /// where there is room. Clusters for whom a collective leaves none would begin their equal shares
+    /// when others have ended.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch_tiles(&self, stream: RawStream, arguments: &Arguments) -> Result<()> {
+        let clusters = arguments.token_blocks * arguments.parts;
+        // SAFETY: passed on from this function's contract.
+        unsafe { Driver::get()?.launch(self.product, extent(clusters), stream, arguments) }
+    }
 }
 
 /// The launch of so many clusters.

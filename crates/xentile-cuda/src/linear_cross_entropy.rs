@@ -46,6 +46,9 @@ pub struct Linear {
     pub weight_gradient: DType,
     /// Whether the fused pass adds to a gradient of the weight that is there, in f32.
     pub adds_to_weight: bool,
+    /// Whether the fused pass leaves the gradient of hidden to [`hidden`](Self::hidden), which may run
+    /// while devices add up that of the weight.
+    pub leaves_hidden: bool,
     /// The chunks that logits are made in. Of those of the fused pass one extent at least is whole,
     /// but for `once`.
     pub chunk: Extents,
@@ -219,6 +222,31 @@ impl Linear {
         unsafe {
             self.fused_saying(None, options, stream, operands, dloss, outputs, gradients, scratch)
         }
+    }
+
+    /// Has `stream` write `gradient`, of hidden, from what [`fused`](Self::fused) of the same problem with
+    /// `leaves_hidden` left in `scratch`; nothing where that pass has written it.
+    ///
+    /// # Errors
+    /// As those of [`forward`](Self::forward).
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward); of `operands` only the weight is read.
+    pub unsafe fn hidden(
+        &self,
+        options: CrossEntropy,
+        stream: *mut c_void,
+        operands: Operands,
+        gradient: *mut c_void,
+        scratch: Scratch,
+    ) -> Result<()> {
+        if !self.is_one_chunk() {
+            return Ok(());
+        }
+        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
+        let run = Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)?;
+        // SAFETY: passed on from this function's contract.
+        if run.leaves_hidden()? { unsafe { run.times_weight(gradient) } } else { Ok(()) }
     }
 
     /// As [`fused`](Self::fused), and fills `distribution` but for its `highest`. Where `argmax` is not
@@ -481,6 +509,12 @@ impl Linear {
         }
     }
 
+    /// Whether the fused pass makes all logits at once.
+    fn is_one_chunk(&self) -> bool {
+        let Extents { tokens, columns } = self.chunk;
+        self.once.is_none() && tokens >= self.tokens && columns >= self.vocab
+    }
+
     fn all_tokens(&self) -> Chunk {
         Chunk { first: 0, count: self.tokens }
     }
@@ -515,6 +549,7 @@ mod tests {
             hidden_gradient: DType::Bf16,
             weight_gradient: DType::Bf16,
             adds_to_weight: false,
+            leaves_hidden: false,
             chunk: Extents { tokens: 2, columns: 500 },
             apart: None,
             kept: None,

@@ -239,7 +239,8 @@ impl<E: Element> Problem<E> {
             // A part of each row, and a row's logits where no product says anything.
             let more = (12 * linear.tokens + 8 * linear.vocab).next_multiple_of(256) + 4096;
             let workspace_bytes = linear.workspace_bytes + more;
-            self.check_one(&Linear { workspace_bytes, ..*linear }, pass, true);
+            let leaves_hidden = false;
+            self.check_one(&Linear { workspace_bytes, leaves_hidden, ..*linear }, pass, true);
         }
     }
 
@@ -313,8 +314,11 @@ impl<E: Element> Problem<E> {
                     linear.fused(self.options, stream, operands, dloss, outputs, gradients, given)
                 }
             }
+            .unwrap();
+            if pass == Pass::Fused && linear.leaves_hidden {
+                linear.hidden(self.options, stream, operands, gradients.hidden, given).unwrap();
+            }
         }
-        .unwrap();
         scratch.check("the scratch");
         of_hidden.check("dhidden");
         of_weight.check("dweight");
@@ -396,6 +400,7 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 hidden_gradient: [E::DTYPE, DType::F32][rng.random_range(0..2)],
                 weight_gradient: [E::DTYPE, DType::F32][rng.random_range(0..2)],
                 adds_to_weight: false,
+                leaves_hidden: rng.random(),
                 chunk: extents(rng),
                 apart: rng.random::<bool>().then(|| extents(rng)),
                 kept: None,
@@ -466,6 +471,7 @@ fn with_unnormalised(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16
         hidden_gradient: DType::Bf16,
         weight_gradient: DType::Bf16,
         adds_to_weight: false,
+        leaves_hidden: false,
         chunk: Extents { tokens, columns: vocab },
         apart: None,
         kept: None,
@@ -483,6 +489,9 @@ fn unnormalised_in_places(rng: &mut ChaCha8Rng) -> usize {
     let mut ran = 0;
     while ran < 8 {
         let (problem, whole) = with_unnormalised(rng, 8..12);
+        // Too little for sums of dhidden.
+        let apart = Linear { leaves_hidden: true, workspace_bytes: 1 << 12, ..whole };
+        problem.check(&apart, Pass::Fused);
         let Linear { tokens, vocab, .. } = whole;
         let last = rng.random_range(vocab * 2 / 3..vocab);
         let (columns, slots) = (vocab - last, rng.random_range(1..4));
@@ -523,6 +532,7 @@ fn too_little_for_logits() {
         hidden_gradient: DType::Bf16,
         weight_gradient: DType::Bf16,
         adds_to_weight: false,
+        leaves_hidden: false,
         chunk: Extents { tokens: 3, columns: 130 },
         apart: None,
         kept: None,

@@ -371,6 +371,12 @@ struct XLA_FFI_Error* xentile_linear_cross_entropy_backward_cuda(
 struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_cross_entropy_fused_cuda(struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_linear_cross_entropy_hidden: dhidden, from what fused with leaves_hidden left in its
+ * dhidden, which is hidden here, and in its scratch, held. (hidden, weight, labels, held) ->
+ * (dhidden). */
+struct XLA_FFI_Error* xentile_linear_cross_entropy_hidden_cuda(
+    struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_linear_cross_entropy_distribution_fused: What fused gives, and entropy and argmax of
  * each token: argmax equals the label where the label has the largest logit, and is any other
  * number elsewhere. (hidden, weight, labels, dloss, bias) -> (loss, lse, lse_low, entropy,

@@ -32,6 +32,8 @@ const DWEIGHT: ArrayDecl = gradient("dweight", "", Dtype::LikeOrF32("weight")).b
 const DBIAS: ArrayDecl = gradient("dbias", "V", F32).given(Given::With("bias"));
 /// So many bytes as a plan says.
 const SCRATCH: ArrayDecl = scratch("scratch", "B", Dtype::Bytes);
+/// The scratch that one call leaves to another.
+const HELD: ArrayDecl = residual("held", "B", Dtype::Bytes);
 /// Logits that one call leaves to another.
 const KEPT: ArrayDecl = residual("kept", "", Dtype::Like("hidden")).by(WEIGHT_DIMS);
 
@@ -50,7 +52,7 @@ const CUT: &[AttributeDecl] = &[
     attribute("workspace_bytes", Range::Extent).cuda_only(),
 ];
 pub(crate) const DECLARATIONS: &[Declaration] =
-    &[FORWARD, BACKWARD, FUSED, DISTRIBUTION_FUSED, ADD, KEEP, RESUME];
+    &[FORWARD, BACKWARD, FUSED, HIDDEN_GRADIENT, DISTRIBUTION_FUSED, ADD, KEEP, RESUME];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_linear_cross_entropy_forward",
@@ -77,7 +79,23 @@ pub(crate) const FUSED: Declaration = Declaration {
     summary: "loss, lse, lse_low, dhidden, dweight and dbias, from the cotangents of the loss.",
     operands: &[HIDDEN, WEIGHT, OF_LABELS, DLOSS, BIAS],
     results: &[LOSS, LSE, LSE_LOW, DHIDDEN, DWEIGHT, SCRATCH, DBIAS],
-    attributes: &[OPTIONS, CUT, &[EVERY_TOKEN]],
+    attributes: &[
+        OPTIONS,
+        CUT,
+        &[EVERY_TOKEN, attribute("leaves_hidden", Range::Bool).absent("false").cuda_only()],
+    ],
+    ..FORWARD
+};
+
+pub(crate) const HIDDEN_GRADIENT: Declaration = Declaration {
+    name: c"xentile_linear_cross_entropy_hidden",
+    summary: "dhidden, from what fused with leaves_hidden left in its dhidden, which is hidden here, and in \
+              its scratch, held.",
+    host: Stages::None,
+    operands: &[HIDDEN, WEIGHT, OF_LABELS, HELD],
+    results: &[gradient("dhidden", "N D", Dtype::Like("hidden"))],
+    attributes: &[OPTIONS, CUT],
+    aliases: &[Alias { operand: "hidden", result: "dhidden", always: true }],
     ..FORWARD
 };
 
@@ -135,19 +153,7 @@ pub(crate) const RESUME: Declaration = Declaration {
     name: c"xentile_linear_cross_entropy_resume",
     summary: "What backward gives, from the logits that keep left in kept and in its scratch, held.",
     cuda: Stages::None,
-    operands: &[
-        HIDDEN,
-        WEIGHT,
-        OF_LABELS,
-        LSE,
-        LSE_LOW,
-        DLOSS,
-        DLOGPS,
-        DLSE,
-        KEPT,
-        residual("held", "B", Dtype::Bytes),
-        BIAS,
-    ],
+    operands: &[HIDDEN, WEIGHT, OF_LABELS, LSE, LSE_LOW, DLOSS, DLOGPS, DLSE, KEPT, HELD, BIAS],
     results: &[DHIDDEN, DWEIGHT, SCRATCH, DBIAS],
     attributes: &[OPTIONS, CUT],
     aliases: &[may_alias("kept", "dweight"), may_alias("held", "scratch")],

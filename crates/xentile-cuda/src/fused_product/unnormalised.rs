@@ -427,7 +427,7 @@ impl FusedProduct {
             ..self.with_weight(weight, self.without_tensors(width, gradients)?)
         };
         // SAFETY: passed on from this function's contract.
-        unsafe { ready.launch_product(stream, &arguments) }
+        unsafe { ready.launch_tiles(stream, &arguments) }
     }
 }
 

@@ -431,6 +431,30 @@ impl<'a> Run<'a> {
             || product.times_weight_keeps_busy(Device::current()?.limits().multiprocessors))
     }
 
+    /// Whether the fused pass leaves dhidden to [`Linear::hidden`]: one GEMM of the unnormalised softmax of
+    /// all tokens and columns.
+    pub(super) fn leaves_hidden(&self) -> Result<bool> {
+        let (linear, all) = (self.linear, Chunk { first: 0, count: self.linear.tokens });
+        Ok(linear.leaves_hidden
+            && linear.is_one_chunk()
+            && !linear.keeps_scaled()
+            && self.has_unnormalised(all, 1)
+            && self.multiplies_unnormalised(all)?)
+    }
+
+    /// Makes dhidden from the unnormalised softmax of all tokens and columns.
+    ///
+    /// # Safety
+    /// As for [`Linear::forward`]; [`leaves_hidden`](Self::leaves_hidden).
+    pub(super) unsafe fn times_weight(&self, dhidden: *mut c_void) -> Result<()> {
+        let tokens = Chunk { first: 0, count: self.linear.tokens };
+        let block = self.block(tokens, Chunk { first: 0, count: self.linear.vocab });
+        let from = (block.place(), self.at(self.layout.of_tokens));
+        let (product, _) = self.fused_product(tokens);
+        // SAFETY: passed on from this function's contract.
+        unsafe { product.times_weight(self.stream, self.weight.at, from, dhidden) }
+    }
+
     /// Bytes of float32 sums of some tokens' dhidden.
     fn hidden_sums_bytes(&self, tokens: Chunk) -> usize {
         (4 * tokens.count * self.linear.width).next_multiple_of(ALIGNMENT)
@@ -468,6 +492,9 @@ impl<'a> Run<'a> {
             {
                 self.add_unnormalised_to_bias(gradients, block, tokens.first == 0)?;
                 self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
+                if self.leaves_hidden()? {
+                    return Ok(());
+                }
                 if self.linear.keeps_scaled() {
                     self.add_to_hidden(of_hidden, block, true)?;
                     return self.scale_sums(of_hidden, tokens);

@@ -314,6 +314,7 @@ mod tests {
         hidden_gradient: DType::Bf16,
         weight_gradient: DType::Bf16,
         adds_to_weight: false,
+        leaves_hidden: false,
         chunk: Extents { tokens: 1000, columns: 5000 },
         apart: None,
         kept: None,

@@ -28,7 +28,10 @@ target_list! {
     );
     super::FUSED: fn xentile_linear_cross_entropy_fused_cuda = fused(
         hidden, weight, labels, dloss, bias, loss, lse, lse_low, dhidden, dweight, scratch, dbias,
-        options, tiling, every_token, context,
+        options, tiling, every_token, leaves_hidden, context,
+    );
+    super::HIDDEN_GRADIENT: fn xentile_linear_cross_entropy_hidden_cuda = hidden_gradient(
+        hidden, weight, labels, held, dhidden, options, tiling, context,
     );
     super::DISTRIBUTION_FUSED: fn xentile_linear_cross_entropy_distribution_fused_cuda =
         distribution_fused(
@@ -197,11 +200,46 @@ fn fused(
     options: Options,
     tiling: Tiling,
     every_token: bool,
+    leaves_hidden: Option<bool>,
     context: Context,
 ) -> Result {
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
-    let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
+    let mut call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
+    call.linear.leaves_hidden = leaves_hidden.unwrap_or(false);
     call.fused(hidden, weight, labels, dloss, bias, results, None, &options, every_token, &context)
+}
+
+#[expect(clippy::too_many_arguments, reason = "they are the call's")]
+fn hidden_gradient(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    held: Any,
+    dhidden: AnyMut,
+    options: Options,
+    tiling: Tiling,
+    context: Context,
+) -> Result {
+    check_shape("dhidden", dhidden.dims(), hidden.dims())?;
+    if dhidden.dtype() != hidden.dtype() {
+        return Err(dtype::wrong("dhidden", dhidden.dtype(), &hidden.dtype().to_string()));
+    }
+    if hidden.as_ptr().cast_const() != dhidden.as_ptr().cast_const() {
+        return Err(invalid(
+            "dhidden must lie in the place of hidden, which is what fused left of it",
+        ));
+    }
+    // It is only read.
+    let scratch = Scratch {
+        at: held.as_ptr().cast_const().cast_mut(),
+        bytes: held.elements() * held.dtype().size(),
+    };
+    let call = Call::with_scratch(hidden, weight, labels, None, scratch, &options, tiling)?;
+    let Call { mut linear, operands, scratch } = call;
+    linear.leaves_hidden = true;
+    let (stream, to) = (context.stream()?.as_ptr(), dhidden.as_ptr());
+    // SAFETY: XLA's stream and buffers, whose shapes were checked.
+    unsafe { linear.hidden(options.contract, stream, operands, to, scratch) }.map_err(failed)
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]
@@ -280,6 +318,20 @@ impl Call {
         options: &Options,
         tiling: Tiling,
     ) -> Result<Self> {
+        let bytes = scratch.elements() * scratch.dtype().size();
+        let scratch = Scratch { at: scratch.as_ptr(), bytes };
+        Self::with_scratch(hidden, weight, labels, bias, scratch, options, tiling)
+    }
+
+    fn with_scratch(
+        hidden: Any,
+        weight: Any,
+        labels: Any,
+        bias: Option<Floats>,
+        scratch: Scratch,
+        options: &Options,
+        tiling: Tiling,
+    ) -> Result<Self> {
         let dtype = to_dtype("hidden", hidden.dtype())?;
         if weight.dtype() != hidden.dtype() {
             return Err(dtype::wrong("weight", weight.dtype(), &hidden.dtype().to_string()));
@@ -304,6 +356,7 @@ impl Call {
             hidden_gradient: dtype,
             weight_gradient: dtype,
             adds_to_weight: false,
+            leaves_hidden: false,
             chunk: within(tiling.chunk),
             apart: tiling.apart.map(within),
             kept: tiling.kept,
@@ -319,8 +372,7 @@ impl Call {
             labels: to_labels(labels)?,
             bias: bias.map_or(null(), |bias| bias.as_ptr().cast_const().cast()),
         };
-        let bytes = scratch.elements() * scratch.dtype().size();
-        Ok(Self { linear, operands, scratch: Scratch { at: scratch.as_ptr(), bytes } })
+        Ok(Self { linear, operands, scratch })
     }
 }
 

@@ -183,6 +183,16 @@ class Schedule:
             return default(operands, factors, sums)
         return call_on("cuda", self._call("cuda", "add"), default, operands, factors, sums)
 
+    def _leaves_hidden(self, name: PassName, operands: Operands) -> bool:
+        """Whether a CUDA call of its own makes dhidden, while devices sum dweight."""
+        (tokens, _), plan = operands.hidden.shape, self.cuda
+        vocab = operands.weight.shape[self.planner.gemms.vocab_axis]
+        is_split = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        is_whole = plan is not None and plan.tokens >= tokens and plan.columns >= vocab
+        dtypes = {operands.hidden.dtype, operands.weight.dtype}
+        is_called = name == "fused" and dtypes == {jnp.dtype(jnp.bfloat16)}
+        return is_split and is_whole and is_called and has_cuda_call("hidden")
+
     def _call(self, platform: str, name: str) -> Bound:
         plan = self.cuda if platform == "cuda" else self.cpu
         fixed = name, self.options, self.planner.gemms.vocab_axis, plan
@@ -219,7 +229,10 @@ class Schedule:
             primitive = _kernels_for_any if is_unknown else _kernels
             calls["tpu"] = partial(bind_deferred, primitive, by_columns, name=name, find=find)
         if self.cuda is not None and has_cuda_call():
-            calls["cuda"] = Bound(bind_call, self._call("cuda", name), default)
+            call = self._call("cuda", name)
+            if self._leaves_hidden(name, arrays[0]):
+                call = Bound(_call_leaving_hidden, call)
+            calls["cuda"] = Bound(bind_call, call, default)
         if self.cpu is not None and has_cpu_calls():
             calls["cpu"] = Bound(bind_call, self._call("cpu", name), default)
         return jax.lax.platform_dependent(*arrays, **calls, default=default)
@@ -236,6 +249,10 @@ def _forward_saving_nothing(schedule: Schedule, operands: Operands) -> tuple[Any
 
 def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
     return schedule.run("backward", *arrays[:-1])
+
+
+def _call_leaving_hidden(call: Callable[..., Any], *arrays: Any) -> Any:
+    return call(*arrays, leaves_hidden=True)
 
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
@@ -304,6 +321,12 @@ def call_library(
     aliases = target.aliases(always=False) or None
     call = jax.ffi.ffi_call(target.name, [*results.values()], input_output_aliases=aliases)
     found = dict(zip(results, call(*flat, **dict(target.attributes(values))), strict=True))
+    if more.get("leaves_hidden"):
+        given = found["dhidden"], flat[1], labels, found["scratch"]
+        later = declared(f"{TARGET}_hidden")
+        values = {**dict(attributes(options, None)), **tiling}
+        make_hidden: Any = jax.ffi.ffi_call(later.name, given[0], input_output_aliases={0: 0})
+        found["dhidden"] = make_hidden(*given, **dict(later.attributes(values)))
     outputs = tuple(found[one] for one in OUTPUTS if one in found)
     if "dhidden" not in found:
         saved = [(found["kept"], found["scratch"])] if "kept" in found else []
