@@ -6,9 +6,10 @@
 A cell of a loss is its value and the gradient of the mean in bfloat16 of normal inputs, with tokens
 or the vocabulary sharded over the devices. A cell of training is a step of examples/train over a
 mesh of one axis, with `SEQUENCES` a device or in all, beside a step of one device with as many. The
-programs of a cell run in turns; its speedup is that of tokens a second. The time in collectives is
-that of NCCL's kernels in a profile, on the device with the most. A bandwidth is of one all-reduce:
-bytes of the array over time.
+programs of a cell run in turns; its speedup is that of tokens a second. `losses` are those of the
+first steps of `SEQUENCES` sequences in all, on one device also in reverse order. The time in
+collectives is that of NCCL's kernels in a profile, on the device with the most. A bandwidth is of
+one all-reduce: bytes of the array over time.
 """
 
 import concurrent.futures
@@ -38,8 +39,8 @@ from pallas_bridge import cross_entropy, linear_cross_entropy
 LOGITS = (8192, 151936)
 MORE_LOGITS = (65536, 151936)
 LINEAR = (8192, 4096, 151936)
-# Sequences of a training step on one device, and steps that a profile is of.
-SEQUENCES, STEPS = 4, 3
+# Sequences of a training step on one device, steps that a profile is of, and those with losses.
+SEQUENCES, STEPS, FIRST_STEPS = 4, 3, 4
 PARTS = ("losses", "training", "all-reduce")
 SIZES_MIB = (1, 16, 64, 256, 1187)
 
@@ -151,10 +152,11 @@ class Training:
         from train.config import Options, resolve
         from train.step import make_program, with_kernels
 
-        def made(mesh: str, batch: int) -> tuple[Any, Any, Any]:
+        def made(mesh: str, batch: int) -> tuple[Any, Any, Any, Any]:
             options = Options(model_size=model, mesh=mesh, batch_size=batch)
             program = make_program(with_kernels(resolve(options)))
-            return program, program.compile(), train_step.random_batch(program.config)
+            initial = program.compile_initial() if batch == SEQUENCES else None
+            return program, program.compile(), initial, train_step.random_batch(program.config)
 
         wanted = {("", SEQUENCES): ""}
         for axis in axes:
@@ -163,15 +165,30 @@ class Training:
             self.futures = {key: pool.submit(made, mesh, key[1]) for key, mesh in wanted.items()}
             concurrent.futures.wait(self.futures.values())
         self.states: dict[str, Any] = {}
+        self.losses: dict[str, list[float]] = {}
+
+    def begin(self, axis: str, order: int = 1) -> None:
+        """Has a mesh's state be the initial one, and takes the first steps from there."""
+        program, compiled, initial, arrays = self.futures[axis, SEQUENCES].result()
+        ordered = jax.tree.map(lambda one: one[::order], arrays)
+        arrays = jax.device_put(ordered, program.batch_sharding())
+        self.states.pop(axis, None)
+        state, losses = initial(), []
+        for _ in range(FIRST_STEPS):
+            state, told = compiled(state, arrays)
+            losses.append(float(told["loss"]))
+        self.states[axis] = state
+        self.losses[axis if order == 1 else "reversed"] = losses
 
     def clock(self, axis: str, batch: int) -> tuple[Clock, Any]:
         """The clock of a program's steps, and the program."""
-        program, compiled, arrays = self.futures[axis, batch].result()
+        program, compiled, _, arrays = self.futures[axis, batch].result()
         arrays = jax.device_put(arrays, program.batch_sharding())
         if axis not in self.states:
             # One for all programs of a mesh.
             self.states = {name: of for name, of in self.states.items() if not name}
-            self.states[axis] = program.initial()
+            for order in (1,) if axis else (-1, 1):
+                self.begin(axis, order)
 
         def seconds(calls: int) -> float:
             begun = time.perf_counter()
@@ -188,11 +205,13 @@ class Training:
         turns = {"one": partial(one, STEPS), "all": partial(every, STEPS)}
         times = harness.in_turns(turns, least=3, seconds=seconds)
         ratio = harness.median_ratio(times["one"], times["all"])
+        named = {"one": "", "reversed": "reversed", "all": axis}
         return {
             "ms": {key: 1e3 * statistics.median(of) for key, of in times.items()},
             "speed_up": ratio * batch / SEQUENCES,
             "rounds": len(times["one"]),
             "temporary_bytes": {"each": compiled.memory_analysis().temp_size_in_bytes},
+            "losses": {key: self.losses[of] for key, of in named.items()},
             "collectives_ms": in_collectives(every),
         }
 

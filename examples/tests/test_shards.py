@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import Runner
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from train.config import Config, Hybrid, InputError, Options, resolve
+from train.shards import embed_on_mesh
 from train.step import Program, make_program, with_kernels
 
 # Columns that are one array where no device has a shard of them.
@@ -138,3 +142,21 @@ def test_unpacked_arrays_are_not_resumed_packed(train: Runner, tmp_path: Path) -
     train(num_train_steps=1, mesh="model=2", checkpoint_dir=tmp_path)
     with pytest.raises(InputError, match="has packed False and the run True: resume with the opt"):
         train(num_train_steps=2, resume=tmp_path)
+
+
+@pytest.mark.parametrize(("length", "collectives"), [(8, {"all-gather"}), (64, {"all-reduce"})])
+def test_devices_gather_cotangents_of_an_embedding_where_these_are_less(
+    length: int, collectives: set[str]
+) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    place = NamedSharding(mesh, P("data"))
+    table = jax.device_put(jax.random.normal(jax.random.key(0), (64, 8)), NamedSharding(mesh, P()))
+    tokens = jax.device_put(jnp.arange(4 * length).reshape(4, -1) % 50, place)
+
+    def total(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return (embed_on_mesh(place, jnp.float32, table, tokens) ** 3).sum()
+
+    gradient = jax.jit(jax.grad(total)).lower(table, tokens).compile()
+    assert {*COLLECTIVE.findall(gradient.as_text() or "")} == collectives
+    wanted = jax.grad(lambda table: (table[np.asarray(tokens)] ** 3).sum())(np.asarray(table))
+    np.testing.assert_allclose(gradient(table, tokens), wanted, rtol=1e-5)

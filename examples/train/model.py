@@ -21,7 +21,7 @@ from pallas_bridge import checkpoint_policies
 
 from .config import Hybrid, LayerKernel, LayerLoop, Matmul, Model
 from .mixers import GatedDeltaNet, Mamba2, MixerParts
-from .shards import WHOLE, Shards, packed, save_all_but_weights
+from .shards import WHOLE, Shards, embed_on_mesh, packed, save_all_but_weights
 
 Array = jax.Array
 # Longer sequences get no mask: it would hold T^2 flags a sequence, and GPUs' attention none at all.
@@ -450,9 +450,11 @@ class Transformer(nnx.Module):
         else:
             positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
         with jax.named_scope("embedding"):
-            x = shards.embed(self.embedding[...], batch["tokens"], dtype)
-            if tokens is not None:
-                x = jax.lax.with_sharding_constraint(x, tokens)
+            table, ids = self.embedding[...], batch["tokens"]
+            if tokens is None:
+                x = shards.embed(table, ids, dtype)
+            else:
+                x = embed_on_mesh(tokens, dtype, table, ids)
         with jax.named_scope("position"):
             tables = rope_tables(positions, self.of.head_width, self.of.rope_theta)
         graph, parameters = nnx.split(self.blocks)

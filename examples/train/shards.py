@@ -10,12 +10,15 @@ have the whole stream, and all-reduce the sums.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .config import Config
 
@@ -163,6 +166,33 @@ class Shards:
 
 
 WHOLE = Shards()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def embed_on_mesh(place: NamedSharding, dtype: Any, table: Array, tokens: Array) -> Array:
+    """Returns rows [B, T, D] of a table [V, D], which lie as `place` says.
+
+    Devices gather the cotangents of all rows, where `fsdp` does not shard the table and they are
+    fewer bytes: sums [V, D] would be reduced when nothing is left to compute beside.
+    """
+    rows: Array = jax.lax.with_sharding_constraint(table[tokens].astype(dtype), place)
+    return rows
+
+
+def _embed_forward(place: NamedSharding, dtype: Any, *arrays: Array) -> tuple[Array, Any]:
+    return embed_on_mesh(place, dtype, *arrays), arrays
+
+
+def _embed_backward(place: NamedSharding, _: Any, arrays: Any, rows: Array) -> tuple[Array, None]:
+    table, tokens = arrays
+    is_less = rows.size * rows.dtype.itemsize < table.size * table.dtype.itemsize
+    if is_less and "fsdp" not in place.mesh.axis_names:
+        every = NamedSharding(place.mesh, P())
+        rows, tokens = jax.lax.with_sharding_constraint((rows, tokens), every)
+    return jnp.zeros_like(table).at[tokens].add(rows.astype(table.dtype)), None
+
+
+embed_on_mesh.defvjp(_embed_forward, _embed_backward)
 
 
 def packed(array: Array, widths: dict[str, int], shards: Shards, axis: int = -1) -> Any:

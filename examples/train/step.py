@@ -44,7 +44,11 @@ class Program:
 
     def initial(self) -> Any:
         """The state before the first step, from the seed, placed on the mesh."""
-        return jax.jit(self._initial, out_shardings=self.shardings())()
+        return self.compile_initial()()
+
+    def compile_initial(self) -> Any:
+        """What makes the state before the first step, compiled."""
+        return jax.jit(self._initial, out_shardings=self.shardings()).lower().compile()
 
     def abstract(self) -> Any:
         """The state's shapes, dtypes and shardings."""
