@@ -42,7 +42,16 @@ __device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t 
       : "memory");
 }
 
-// The same of tensors of four and five extents.
+// The same of tensors of three, four and five extents.
+__device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t column, int32_t row,
+                                   int32_t third, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(third), "r"(barrier)
+      : "memory");
+}
+
 __device__ inline void tensor_load(uint32_t to, const CUtensorMap& map, int32_t column, int32_t row,
                                    int32_t third, int32_t fourth, uint32_t barrier) {
   asm volatile(
@@ -71,6 +80,15 @@ __device__ inline void tensor_load_to(uint32_t to, const CUtensorMap& map, int32
       : "memory");
 }
 
+__device__ inline void tensor_load_to(uint32_t to, const CUtensorMap& map, int32_t column,
+                                      int32_t row, int32_t third, uint32_t barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(third), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
 // Writes the box at (column, row); what is beyond the tensor stays as it is.
 __device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int32_t row,
                                     uint32_t from, uint64_t policy) {
@@ -78,6 +96,16 @@ __device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int3
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint "
       "[%0, {%1, %2}], [%3], %4;" ::"l"(&map),
       "r"(column), "r"(row), "r"(from), "l"(policy)
+      : "memory");
+}
+
+// The same of a tensor of three extents.
+__device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int32_t row,
+                                    int32_t third, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+          &map),
+      "r"(column), "r"(row), "r"(third), "r"(from)
       : "memory");
 }
 
@@ -113,6 +141,13 @@ __device__ inline void fence_async_shared() {
 // Writes four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 have the rows of the i-th.
 __device__ inline void stmatrix(uint32_t row, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The same of the matrices' transposes.
+__device__ inline void stmatrix_transposed(uint32_t row, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }

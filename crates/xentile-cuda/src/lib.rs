@@ -2,7 +2,7 @@
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
 //! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`],
-//! [`linear_attention`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! [`linear_attention`], [`muon`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and gets an error there that names what is missing.
@@ -33,6 +33,7 @@ pub mod fused_product;
 mod library;
 pub mod linear_attention;
 pub mod linear_cross_entropy;
+pub mod muon;
 pub mod norm;
 mod operands;
 pub mod optimizers;

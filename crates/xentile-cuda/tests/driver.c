@@ -85,9 +85,10 @@ int cuTensorMapEncodeTiled(void* map, unsigned dtype, unsigned rank, void* at, c
   memcpy(map, &at, sizeof at);
   memcpy((char*)map + 8, extents, 16);
   memcpy((char*)map + 24, strides, 8);
-  printf("tensor %p dtype %u extents %zu %zu stride %zu box %u %u\n", at, dtype, extents[0],
-         extents[1], strides[0], box[0], box[1]);
-  return (size_t)map % 64 || rank != 2 || steps[0] != 1 || steps[1] != 1 || interleave ||
+  printf("tensor %p dtype %u extents %zu %zu", at, dtype, extents[0], extents[1]);
+  if (rank == 3) printf(" %zu", extents[2]);
+  printf(" stride %zu box %u %u\n", strides[0], box[0], box[1]);
+  return (size_t)map % 64 || rank < 2 || rank > 3 || steps[0] != 1 || steps[1] != 1 || interleave ||
          swizzle != 3 || promotion != 3 || fill;
 }
 int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void** extra) {

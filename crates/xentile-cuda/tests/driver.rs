@@ -20,6 +20,7 @@ use xentile_cuda::decode_step::{Arrays, DecodeStep, Dims, Extents};
 use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
+use xentile_cuda::muon::NewtonSchulz;
 use xentile_cuda::norm::{Backward, Forward, Norm, PartialSums, Weight};
 use xentile_cuda::sample::{self, Sample};
 use xentile_cuda::scale::Scale;
@@ -471,4 +472,68 @@ fn a_cluster_draws_the_token_of_a_row() {
     let reason =
         "fake 0 has compute capability 8.0; the kernel that draws tokens needs 9.0 or later";
     assert!(text.contains(reason) && !text.contains("launch"), "{text}");
+}
+
+#[test]
+#[ignore = "a test runs it, with a driver each"]
+fn newton_schulz() {
+    println!();
+    let coefficients = [3.0, -4.0, 2.0];
+    for ([batch, rows, columns], more) in
+        [([2, 896, 1152], 0), ([1, 151_936, 896], 1 << 24), ([1, 384, 64], 0), ([0, 8, 8], 0)]
+    {
+        let step = NewtonSchulz::new(batch, rows, columns).unwrap();
+        let scratch = Scratch { at: at(0x30_000), bytes: step.least_scratch_bytes() + more };
+        let (x, matrix) = (at(0x10_000).cast_const(), at(0x20_000));
+        // SAFETY: the driver that plays here touches no memory.
+        match unsafe { step.run(at(1), x, matrix, scratch, coefficients) } {
+            Ok(()) => println!("done"),
+            Err(error) => println!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn newton_schulz_is_two_launches_or_three() {
+    let text = printed_by("newton_schulz", &[]);
+    let launch = |rest: &str| format!("launch muon_{rest}");
+    let square = |grid: u32, loads: u32| {
+        launch(&format!(
+            "square stream 1 grid {grid} block 384 shared 230400 cluster 2 first 0x30000 loads {loads}"
+        ))
+    };
+    let of = |name: &str, grid: u32, loads: u32| {
+        launch(&format!(
+            "{name} stream 1 grid {grid} block 384 shared 230400 cluster 2 first 0x10000 loads {loads}"
+        ))
+    };
+    let expected = [
+        "tensor 0x10000 dtype 9 extents 1152 896 2 stride 2304 box 64 64".into(),
+        "tensor 0x30000 dtype 9 extents 896 896 2 stride 1792 box 64 64".into(),
+        "tensor 0x20000 dtype 9 extents 896 896 2 stride 1792 box 64 64".into(),
+        of("gram_wide", 32, 1),
+        square(32, 2),
+        "done".into(),
+        "tensor 0x10000 dtype 9 extents 896 151936 1 stride 1792 box 64 64".into(),
+        "tensor 0x30000 dtype 9 extents 896 896 1 stride 1792 box 64 64".into(),
+        "tensor 0x20000 dtype 9 extents 896 896 1 stride 1792 box 64 64".into(),
+        of("partial_tall", 128, 3),
+        launch("sum stream 1 grid 16 block 256 shared 33792 cluster 0 first 0x10000 loads 4"),
+        square(16, 4),
+        "done".into(),
+        "tensor 0x10000 dtype 9 extents 64 384 1 stride 128 box 64 64".into(),
+        "tensor 0x30000 dtype 9 extents 64 64 1 stride 128 box 64 64".into(),
+        "tensor 0x20000 dtype 9 extents 64 64 1 stride 128 box 64 64".into(),
+        of("gram_tall", 2, 5),
+        square(2, 5),
+        "done".into(),
+        "done".into(),
+    ];
+    let lines: Vec<_> = text
+        .lines()
+        .filter(|line| ["tensor", "launch", "done"].iter().any(|&start| line.starts_with(start)))
+        .collect();
+    assert_eq!(lines, expected, "{text}");
+    let text = printed_by("newton_schulz", &[("FAKE_CAPABILITY", "80")]);
+    assert!(text.contains("fake 0") && !text.contains("launch"), "{text}");
 }

@@ -11,7 +11,10 @@ pub(crate) mod cuda;
 use xentile::optimizers::BLOCKS;
 use xla_ffi::{DType, Error, Result};
 
-use crate::declaration::{Alias, ArrayDecl, Declaration, Dtype, F32, S32, Stages, input, output};
+use crate::declaration::{
+    Alias, ArrayDecl, Declaration, Dtype, F32, Range, S32, Stages, attribute, input, output,
+    scratch,
+};
 
 const F32_OR_BF16: Dtype = Dtype::OneOf(&[DType::F32, DType::Bf16]);
 const CODES: Dtype = Dtype::OneOf(&[DType::U8]);
@@ -19,7 +22,7 @@ const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
 const SCALES: &str = "*batch B";
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT];
+pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, NEWTON_SCHULZ];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "1", S32);
@@ -79,6 +82,25 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         in_place("nu", "new_nu"),
         in_place("nu_scales", "new_nu_scales"),
     ],
+    ..Declaration::BASE
+};
+
+pub(crate) const NEWTON_SCHULZ: Declaration = Declaration {
+    name: c"xentile_newton_schulz",
+    summary: "c0 I + c1 A + c2 A A with A = X X', rounded: what a step of Muon multiplies matrices X by. S is the \
+              lesser of R and C, multiples of 8; where R > C, A is X' X.",
+    host: Stages::None,
+    operands: &[input("x", "*batch R C", Dtype::OneOf(&[DType::Bf16]))],
+    results: &[
+        output("matrix", "*batch S S", Dtype::Like("x")),
+        scratch("scratch", "B", Dtype::Bytes),
+    ],
+    attributes: &[&[
+        attribute("c0", Range::Finite),
+        attribute("c1", Range::Finite),
+        attribute("c2", Range::Finite),
+    ]],
+    maps_shared: false,
     ..Declaration::BASE
 };
 

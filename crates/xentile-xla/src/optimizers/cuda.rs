@@ -1,11 +1,14 @@
 //! Steps of optimizers on NVIDIA GPUs.
 
 use xentile::optimizers::WORDS;
+use xentile_cuda::linear_cross_entropy::Scratch;
+use xentile_cuda::muon::NewtonSchulz;
 use xentile_cuda::optimizers::{AdamW8bit, Parameter as Step, State};
 use xla_ffi::{Buffer, Context, DType, Decoder, Error, OnDevice, Parameter, Result};
 
 use super::block_size;
-use crate::cuda::{Any, AnyMut};
+use crate::arguments::{check_shape, invalid};
+use crate::cuda::{Any, AnyMut, failed};
 use crate::dtype;
 use crate::norm::cuda::run;
 use crate::target::target_list;
@@ -18,6 +21,10 @@ target_list! {
     super::ADAMW_8BIT: fn xentile_adamw_8bit_cuda,
         initialize xentile_adamw_8bit_cuda_initialize = adamw_8bit(
         scalars, leaves, arrays, context,
+    );
+    super::NEWTON_SCHULZ: fn xentile_newton_schulz_cuda,
+        initialize xentile_newton_schulz_cuda_initialize = newton_schulz(
+        x, matrix, scratch, c0, c1, c2, context,
     );
 }
 
@@ -154,4 +161,39 @@ fn check_in_place((name, operand): (&str, Any), (result_name, result): (&str, &A
         )));
     }
     Ok(())
+}
+
+fn newton_schulz(
+    x: Any,
+    matrix: AnyMut,
+    scratch: AnyMut,
+    c0: f64,
+    c1: f64,
+    c2: f64,
+    context: Context,
+) -> Result {
+    let &[ref batch @ .., rows, columns] = x.dims() else {
+        let dims = x.dims();
+        return Err(invalid(format_args!("`x` has shape {dims:?}; it must be [.., R, C]")));
+    };
+    for (name, dtype) in [("x", x.dtype()), ("matrix", matrix.dtype())] {
+        if dtype != DType::Bf16 {
+            return Err(dtype::wrong(name, dtype, "bf16"));
+        }
+    }
+    let side = rows.min(columns);
+    check_shape("matrix", matrix.dims(), &[batch, &[side, side]].concat())?;
+    let step = NewtonSchulz::new(batch.iter().product(), rows, columns).map_err(failed)?;
+    let bytes = scratch.elements() * scratch.dtype().size();
+    let scratch = Scratch { at: scratch.as_ptr(), bytes };
+    run(
+        context,
+        // SAFETY: XLA's stream.
+        |stream| unsafe { step.load(stream) },
+        // SAFETY: the same, and XLA's buffers, whose shapes were checked.
+        |stream| unsafe {
+            let coefficients = [c0, c1, c2].map(|one| one as f32);
+            step.run(stream, x.as_ptr().cast_const(), matrix.as_ptr(), scratch, coefficients)
+        },
+    )
 }

@@ -113,10 +113,10 @@ def _platforms(target: str, implementation: Implementation | None) -> tuple[str,
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
             )
         return tuple(sorted(found))
-    return tuple(one for one in ("cpu", "cuda") if library.has(one, target) and _is_single(one))
+    return tuple(one for one in ("cpu", "cuda") if library.has(one, target) and is_single(one))
 
 
-def _is_single(platform: str) -> bool:
+def is_single(platform: str) -> bool:
     """Returns whether there is one device of a platform."""
     try:
         return len(jax.devices(platform)) == 1

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..keywords import hinted
-from . import api, call, formula, transformation, trees
+from . import api, call, formula, newton_schulz, transformation, trees
 from .api import Schedule
 from .trees import Mask
 
@@ -45,29 +45,13 @@ def orthogonalized(
     With X / |X|, and A = X X' of the shorter side: X = (c0 I + c1 A + c2 A A) X, `steps` times.
     """
     is_tall = x.shape[-2] > x.shape[-1]
-    side = min(x.shape[-2:])
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
     x = (x / (norm + eps)).astype(jnp.bfloat16)
-    c0, c1, c2 = coefficients
-    diagonal = np.float32(c0) * jnp.eye(side, dtype=jnp.float32)
-
-    def product(left: str, right: str, result: str, a: Any, b: Any, dtype: Any) -> jax.Array:
-        return jnp.einsum(f"...{left},...{right}->...{result}", a, b, preferred_element_type=dtype)
-
     for _ in range(steps):
-        gram = (
-            product("ki", "kj", "ij", x, x, jnp.float32)
-            if is_tall
-            else product("ik", "jk", "ij", x, x, jnp.float32)
-        )
-        half = gram.astype(jnp.bfloat16)
-        square = product("ik", "kj", "ij", half, half, jnp.float32)
         # With c0 on the diagonal the step is one GEMM.
-        matrix = (diagonal + c1 * gram + c2 * square).astype(jnp.bfloat16)
-        if is_tall:
-            x = product("ik", "kj", "ij", x, matrix, jnp.bfloat16)
-        else:
-            x = product("ik", "kj", "ij", matrix, x, jnp.bfloat16)
+        matrix = newton_schulz.polynomial(x, coefficients)
+        factors = (x, matrix) if is_tall else (matrix, x)
+        x = newton_schulz.product("ik", "kj", "ij", *factors, jnp.bfloat16)
     return x.astype(jnp.float32)
 
 

@@ -1,0 +1,249 @@
+//! The matrix of a Newton-Schulz step of Muon, c0 I + c1 A + c2 A A with A = X X': kernels/muon.cuh, for Hopper
+//! alone.
+
+mod arguments;
+
+use std::ffi::c_void;
+
+use arguments::{Arguments, BOX, BYTES, SUM_BYTES, SUM_THREADS, THREADS, TILE_COLUMNS, TILE_ROWS};
+use xentile::DType;
+
+use crate::driver::{Driver, Extent, Kernel, RawStream, TensorMap};
+use crate::operands::Scratch;
+use crate::{Device, Error, Result, check_alignment, library};
+
+/// CTAs of a cluster.
+const CTAS: u32 = 2;
+/// Blocks of 64 of K for which a split more is worth its sums.
+const LEAST_BLOCKS: usize = 16;
+/// Where sums begin in the scratch.
+const ALIGNMENT: usize = 256;
+/// Elements of a vector of the copy engine.
+const VECTOR: usize = 8;
+
+/// Matrices X `[batch, rows, columns]` in bf16. Where `rows > columns` A is X' X.
+#[derive(Clone, Copy, Debug)]
+pub struct NewtonSchulz {
+    batch: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl NewtonSchulz {
+    /// Plans the step.
+    ///
+    /// # Errors
+    /// Rows or columns that are no multiple of 8, or more matrices or entries than 32 bits count.
+    pub fn new(batch: usize, rows: usize, columns: usize) -> Result<Self> {
+        let invalid = |message| Err(Error::Problem(xentile::Error::Invalid(message)));
+        if !rows.is_multiple_of(VECTOR) || !columns.is_multiple_of(VECTOR) {
+            return invalid(format!(
+                "matrices are {rows} x {columns}; both must be multiples of {VECTOR}"
+            ));
+        }
+        let one = Self { batch, rows, columns };
+        let most = i32::MAX as usize / 128;
+        let items = one.items().checked_mul(batch);
+        if rows.max(columns) > most || items.is_none_or(|items| items > most) {
+            return invalid(format!("there are {batch} matrices of {rows} x {columns}; too many"));
+        }
+        Ok(one)
+    }
+
+    /// Bytes of the scratch that it cannot do without: A.
+    #[must_use]
+    pub fn least_scratch_bytes(&self) -> usize {
+        (2 * self.batch * self.side() * self.side()).next_multiple_of(ALIGNMENT)
+    }
+
+    fn side(&self) -> usize {
+        self.rows.min(self.columns)
+    }
+
+    /// Blocks of 64 of K.
+    fn blocks(&self) -> usize {
+        self.rows.max(self.columns).div_ceil(BOX as usize)
+    }
+
+    /// Pairs of tiles of a matrix that have columns in common.
+    fn pairs(&self) -> usize {
+        let pairs = self.side().div_ceil(TILE_ROWS) / 2;
+        pairs * (pairs + 1) / 2
+    }
+
+    /// Pairs of tiles of a matrix: those, and in the last of an odd number of rows of tiles its tiles, two at a
+    /// time.
+    fn items(&self) -> usize {
+        let rows = self.side().div_ceil(TILE_ROWS);
+        let odd = (rows * TILE_ROWS).div_ceil(TILE_COLUMNS).div_ceil(2);
+        self.pairs() + if rows % 2 == 1 { odd } else { 0 }
+    }
+
+    /// Splits of K that keep so many clusters busy, and whose sums fit into so many bytes.
+    fn splits(&self, clusters: u32, bytes: usize) -> usize {
+        let items = (self.items() * self.batch).max(1);
+        let fits = bytes / (items * Self::sums_bytes());
+        (clusters as usize / items).min(self.blocks() / LEAST_BLOCKS).min(fits).max(1)
+    }
+
+    /// Bytes of the sums of a pair of tiles.
+    fn sums_bytes() -> usize {
+        CTAS as usize * TILE_ROWS * TILE_COLUMNS * 4
+    }
+
+    /// Loads the kernels, so that [`run`](Self::run) has only to launch them.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context.
+    pub unsafe fn load(&self, stream: *mut c_void) -> Result<()> {
+        for name in [self.named("gram"), self.named("partial"), "muon_sum", "muon_square"] {
+            // SAFETY: passed on from this function's contract.
+            unsafe { kernel(name, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Has `stream` write `matrix`, `[batch, S, S]` with S the lesser of rows and columns, from `x`. K is split
+    /// where scratch beyond [`least_scratch_bytes`](Self::least_scratch_bytes) has room for sums.
+    ///
+    /// # Errors
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, too little scratch, a failure of the
+    /// driver.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays of these
+    /// sizes on its device, apart from each other, which nothing else touches until it has run what was
+    /// launched here.
+    pub unsafe fn run(
+        &self,
+        stream: *mut c_void,
+        x: *const c_void,
+        matrix: *mut c_void,
+        scratch: Scratch,
+        [c0, c1, c2]: [f32; 3],
+    ) -> Result<()> {
+        let (side, least) = (self.side(), self.least_scratch_bytes());
+        if self.batch * side == 0 {
+            return Ok(());
+        }
+        for (name, address) in
+            [("x", x), ("matrix", matrix.cast_const()), ("scratch", scratch.at.cast_const())]
+        {
+            check_alignment(name, address)?;
+        }
+        if scratch.bytes < least {
+            return Err(Error::Scratch { bytes: scratch.bytes, needed: least });
+        }
+        let clusters = Device::current()?.limits().multiprocessors / CTAS;
+        let splits = self.splits(clusters, scratch.bytes - least);
+        let items = self.items();
+        let count = |number: usize| number as u32;
+        let gram = scratch.at;
+        let first = Arguments {
+            x: self.map(x, self.rows, self.columns)?,
+            out: self.map(gram.cast_const(), side, side)?,
+            gram: gram.cast_const(),
+            partial: scratch.at.wrapping_byte_add(least).cast(),
+            side: count(side),
+            blocks: count(self.blocks()),
+            splits: count(splits),
+            pairs: count(self.pairs()),
+            items: count(items),
+            all: count(items * self.batch * splits),
+            c0,
+            c1,
+            c2,
+        };
+        let second = Arguments {
+            x: first.out,
+            out: self.map(matrix.cast_const(), side, side)?,
+            blocks: count(side.div_ceil(BOX as usize)),
+            splits: 1,
+            all: count(items * self.batch),
+            ..first
+        };
+        let of = |all: u32| Extent {
+            ctas: CTAS * clusters.min(all),
+            rows: 1,
+            threads: THREADS,
+            shared_bytes: BYTES,
+            cluster: Some(CTAS),
+        };
+        let driver = Driver::get()?;
+        // SAFETY: passed on from this function's contract.
+        let launch = |name, extent, arguments: &Arguments| unsafe {
+            driver.launch(kernel(name, stream)?, extent, stream, arguments)
+        };
+        if splits == 1 {
+            launch(self.named("gram"), of(first.all), &first)?;
+        } else {
+            launch(self.named("partial"), of(first.all), &first)?;
+            let (ctas, threads) = (CTAS * second.all, SUM_THREADS);
+            let sum = Extent { ctas, rows: 1, threads, shared_bytes: SUM_BYTES, cluster: None };
+            launch("muon_sum", sum, &first)?;
+        }
+        launch("muon_square", of(second.all), &second)
+    }
+
+    fn map(&self, at: *const c_void, rows: usize, columns: usize) -> Result<TensorMap> {
+        let strides = [1, columns, rows * columns];
+        let extents = [columns, rows, self.batch];
+        Driver::get()?.tensor_map_of(DType::Bf16, at, extents, strides, [BOX, BOX, 1])
+    }
+
+    /// A kernel's name.
+    fn named(&self, result: &str) -> &'static str {
+        match (result, self.rows > self.columns) {
+            ("gram", false) => "muon_gram_wide",
+            ("gram", true) => "muon_gram_tall",
+            (_, false) => "muon_partial_wide",
+            (_, true) => "muon_partial_tall",
+        }
+    }
+}
+
+/// # Safety
+/// `stream` is a `CUstream` of the calling thread's current context.
+unsafe fn kernel(name: &str, stream: RawStream) -> Result<Kernel> {
+    let device = Device::current()?;
+    if device.capability() != (9, 0) || !device.limits().clusters {
+        let (name, capability) = (device.name().to_owned(), device.capability());
+        return Err(Error::NotHopper { name, capability });
+    }
+    // SAFETY: passed on from this function's contract.
+    unsafe { library::kept_kernel(name, device, stream) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_of_tiles_cover_a_triangle() {
+        let items = |side| NewtonSchulz::new(1, side, side).unwrap().items();
+        // Of 7 rows of tiles 6 are pairs with 1, 2 and 3 columns; the last has 4 tiles.
+        let sides = [8, 128, 256, 384, 640, 896, 1024, 2048];
+        assert_eq!(sides.map(items), [1, 1, 1, 2, 5, 8, 10, 36]);
+    }
+
+    #[test]
+    fn few_tiles_are_split_where_sums_fit() {
+        let embedding = NewtonSchulz::new(1, 151_936, 896).unwrap();
+        assert_eq!(embedding.splits(66, usize::MAX), 8);
+        assert_eq!(embedding.splits(66, 3 * 8 * 262_144), 3);
+        assert_eq!(embedding.splits(66, 0), 1);
+        assert_eq!(NewtonSchulz::new(24, 896, 4864).unwrap().splits(66, usize::MAX), 1);
+        assert_eq!(NewtonSchulz::new(1, 128, 64).unwrap().splits(66, usize::MAX), 1);
+    }
+
+    #[test]
+    fn other_matrices_are_refused() {
+        let error = NewtonSchulz::new(1, 12, 16).unwrap_err().to_string();
+        assert_eq!(error, "matrices are 12 x 16; both must be multiples of 8");
+        let error = NewtonSchulz::new(1 << 30, 8, 8).unwrap_err().to_string();
+        assert_eq!(error, "there are 1073741824 matrices of 8 x 8; too many");
+    }
+}
