@@ -1,6 +1,7 @@
 """The optimizers of pallas_bridge.optax: against optax, and a float64 reference of the code."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_bridge._src.optimizers import call as step_call
-from pallas_bridge._src.optimizers import codes, muon, rounding, trees
+from pallas_bridge._src.optimizers import codes, muon, newton_schulz, rounding, trees
 
 from pallas_bridge import optax as ours
 
@@ -396,7 +397,8 @@ def polar(x: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
+# On Hopper those above 256 are by kernels.
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64), (264, 392), (392, 264)])
 def test_newton_schulz_is_as_exact_as_that_of_optax_in_bfloat16(
     rng: np.random.Generator, shape: tuple[int, int]
 ) -> None:
@@ -416,6 +418,39 @@ def test_newton_schulz_is_as_exact_as_that_of_optax_in_bfloat16(
     # All but the smallest are brought near 1.
     assert 0.6 < np.median(values) < 1.25
     assert values.max() < 1.3
+
+
+def test_newton_schulz_has_kernels_for_cuda(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return newton_schulz.polynomial(x, muon.COEFFICIENTS)
+
+    x = jnp.asarray(rng.normal(size=(2, 16, 24)) / 24, jnp.bfloat16)
+    dense = jax.jit(partial(newton_schulz.dense, muon.COEFFICIENTS))
+    monkeypatch.setattr(newton_schulz, "has_kernel", lambda _: True)
+    for mapped in (step, jax.vmap(step)):
+        text = jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@xentile_newton_schulz(") == 1
+        assert "dot_general" not in text
+    if jax.default_backend() == "cpu":
+        assert difference(jax.jit(step)(x), dense(x)) == 0
+        assert difference(jax.jvp(step, (x,), (x,)), jax.jvp(dense, (x,), (x,))) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 264, 392), (2, 904, 640), (15192, 896)])
+def test_newton_schulz_by_kernels_is_by_xla(
+    rng: np.random.Generator, shape: tuple[int, ...]
+) -> None:
+    if not newton_schulz.has_kernel(shape):
+        pytest.skip("the kernels are for Hopper")
+    x = jnp.asarray(rng.normal(size=shape) * 2 / max(shape) ** 0.5, jnp.bfloat16)
+    got, right = (
+        np.asarray(jax.jit(partial(one, muon.COEFFICIENTS))(x), np.float32)
+        for one in (newton_schulz.kernel, newton_schulz.dense)
+    )
+    assert np.abs(got - right).max() < np.abs(right).max() / 64
+    np.testing.assert_array_equal(got, np.swapaxes(got, -1, -2))
 
 
 @pytest.mark.parametrize("applies", [False, True])
@@ -443,7 +478,7 @@ def test_muon_of_layers_is_that_of_each(rng: np.random.Generator) -> None:
         one = {"w": params["layers"][layer]}
         grad = {"w": jnp.asarray(grads[layer])}
         got, _ = optimizer.update_and_apply(grad, optimizer.init(one), one)
-        np.testing.assert_allclose(got["w"], expected, atol=1e-4)
+        np.testing.assert_allclose(got["w"], expected, atol=3e-4)
 
 
 def test_what_is_refused(rng: np.random.Generator) -> None:

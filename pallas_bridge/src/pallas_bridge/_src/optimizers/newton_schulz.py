@@ -33,7 +33,7 @@ def product(left: str, right: str, result: str, a: Any, b: Any, dtype: Any) -> j
 
 
 def polynomial(x: jax.Array, coefficients: Coefficients) -> jax.Array:
-    """Returns c0 I + c1 A + c2 A A [.., S, S] of matrices [.., R, C], both bfloat16.
+    """Returns c0 I + c1 A + c2 A A [.., S, S] of matrices X [.., R, C], both bfloat16.
 
     A is X X', or X' X where R > C, so that S is the lesser extent.
     """
@@ -58,9 +58,8 @@ def dense(coefficients: Coefficients, x: jax.Array) -> jax.Array:
     """Returns `polynomial` by XLA's program."""
     c0, c1, c2 = coefficients
     letters = ("ki", "kj") if x.shape[-2] > x.shape[-1] else ("ik", "jk")
-    gram = product(*letters, "ij", x, x, jnp.float32)
-    half = gram.astype(jnp.bfloat16)
-    square = product("ik", "kj", "ij", half, half, jnp.float32)
+    gram = product(*letters, "ij", x, x, jnp.bfloat16)
+    square = product("ik", "kj", "ij", gram, gram, jnp.float32)
     diagonal = np.float32(c0) * jnp.eye(gram.shape[-1], dtype=jnp.float32)
     return (diagonal + c1 * gram + c2 * square).astype(jnp.bfloat16)
 
