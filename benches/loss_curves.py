@@ -2,10 +2,10 @@
 
     PYTHONPATH=examples python benches/loss_curves.py [--json FILE] [--model NAME] [--steps N]
 
-Each run is `examples/train` with a preset's model in a process of its own, --jobs of them at a time.
-A row has the mean of the last ten losses. float32 AdamW of several seeds,
-of parameters and of the data's order, is the spread that the others are within or not. "nearest"
-rounds bfloat16 parameters to nearest, which `examples/train` does not have.
+Each run is `examples/train` with a preset's model in a process of its own, --jobs of them at a
+time. A row has the mean of the last ten losses. AdamW in float32 has three seeds, of parameters and
+of the data's order, whose spread is what other differences are to be held against. "nearest" rounds
+bfloat16 parameters to nearest, which `examples/train` does not.
 """
 
 import json
@@ -51,7 +51,9 @@ def train(name: str, arguments: list[str]) -> int:
 def measure(name: str, arguments: list[str], log: Path) -> Row:
     """Returns the losses of a run in a process of its own."""
     command = [sys.executable, __file__, "--train", name, *arguments, "--log", str(log)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # So that the last line has the error.
+    environment = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip() or "no message").splitlines()[-1])
     records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
@@ -67,10 +69,13 @@ def main() -> int:
     parser.add_argument("--model", default="small")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, metavar="RUN")
+    parser.add_argument("--batch-size", type=int, help="sequences (default: the preset's)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / options.jobs:.3f}")
     common = ["--model_size", options.model, "--num_train_steps", str(options.steps)]
+    if options.batch_size is not None:
+        common += ["--batch_size", str(options.batch_size)]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         pending = {
             name: pool.submit(
@@ -81,7 +86,15 @@ def main() -> int:
 
         def cells() -> Iterator[tuple[Row, Any]]:
             for name, future in pending.items():
-                yield {"model": options.model, "steps": options.steps, "run": name}, partial(future.result)
+                yield (
+                    {
+                        "model": options.model,
+                        "steps": options.steps,
+                        "batch_size": options.batch_size,
+                        "run": name,
+                    },
+                    partial(future.result),
+                )
 
         def texts(row: Row) -> list[str]:
             mean = row.get("last_losses_mean")

@@ -15,7 +15,9 @@
 
 #include <cstdint>
 
+#include "element.cuh"
 #include "hopper.cuh"
+#include "mma.cuh"
 
 namespace xentile {
 
@@ -25,16 +27,15 @@ inline constexpr uint32_t kMuonSumThreads = 256;
 inline constexpr uint32_t kMuonTileRows = 128;
 inline constexpr uint32_t kMuonTileColumns = 256;
 inline constexpr uint32_t kMuonBox = 64;
-inline constexpr uint32_t kMuonStages = 4;
-// Shared memory: stages, two boxes of each warpgroup, and what aligns these.
+// Shared memory: four stages and two boxes of each warpgroup, or three and four, and what aligns
+// these.
 inline constexpr uint32_t kMuonSumBytes = 4 * 8192 + 1024;
-inline constexpr uint32_t kMuonBytes = kMuonStages * 49152 + kMuonSumBytes;
+inline constexpr uint32_t kMuonBytes = 4 * 49152 + kMuonSumBytes;
 
 // Mirrored by `Arguments` in src/muon.rs.
 struct MuonArguments {
   CUtensorMap x;    // X, or A for its square
   CUtensorMap out;  // [batch, side, side]
-  const void* gram;
   float* partial;
   uint32_t side;
   uint32_t blocks;  // of 64 of K
@@ -86,62 +87,77 @@ struct Tile {
   __device__ bool mirrors() const { return column + static_cast<int32_t>(kMuonTileColumns) <= row; }
 };
 
-__device__ inline uint32_t packed(float x, float y) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 __device__ inline void sync_warpgroup(uint32_t group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// Writes a warpgroup's half of a tile, and where it mirrors, the transpose, through its two boxes at
-// `boxes`. `thread` is that of the warpgroup.
-template <bool kSquare>
+// Where lane's row of 16 bytes is of the matrices of a pair of 8 columns, in a box of a warpgroup's
+// 64 rows: four matrices of 8 x 8, those of the first 8 columns before the others'.
+__device__ inline uint32_t row_of(uint32_t warp, uint32_t lane, uint32_t pair) {
+  const uint32_t matrix = lane / 8, r = lane % 8;
+  return 128 * (16 * warp + 8 * (matrix % 2) + r) + (((2 * pair + matrix / 2) ^ r) * 16);
+}
+
+// The same of their transposes, in a box of 64 columns as rows.
+__device__ inline uint32_t transposed_row_of(uint32_t warp, uint32_t lane, uint32_t pair) {
+  const uint32_t matrix = lane / 8, r = lane % 8;
+  return 128 * (8 * (2 * pair + matrix / 2) + r) + (((2 * warp + matrix % 2) ^ r) * 16);
+}
+
+// Writes a warpgroup's half of a tile, and where it mirrors, the transpose, through its boxes at
+// `boxes`, `kBoxes` of them. `thread` is that of the warpgroup. For a square the boxes have A's part
+// of the tile before, once the phase of `loaded` is complete.
+template <bool kSquare, int kBoxes>
 __device__ inline void write(const MuonArguments& a, const Tile& tile, uint32_t group,
-                             uint32_t thread, uint32_t boxes, const float (&d)[128]) {
+                             uint32_t thread, uint32_t boxes, uint32_t loaded, uint32_t phase,
+                             const float (&d)[128]) {
   const uint32_t lane = thread % 32, warp = thread / 32;
   const int32_t first_row = tile.row + static_cast<int32_t>(64 * group);
-  const int32_t side = static_cast<int32_t>(a.side);
+  const bool mirrors = tile.mirrors();
   uint32_t words[64];
+  if constexpr (kSquare) {
+    mbarrier_wait(loaded, phase);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    float x = d[2 * i], y = d[2 * i + 1];
-    if constexpr (kSquare) {
-      const int32_t row =
-          first_row + static_cast<int32_t>(16 * warp + lane / 4) + 8 * (i % 2);
-      const int32_t column = tile.column + 8 * (i / 2) + static_cast<int32_t>(2 * (lane % 4));
-      float2 g = make_float2(0, 0);
-      if (row < side && column < side) {
-        const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.gram) +
-                                    (int64_t{1} * tile.matrix * side + row) * side + column;
-        g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
-      }
-      x = a.c2 * x + a.c1 * g.x + (row == column ? a.c0 : 0.0f);
-      y = a.c2 * y + a.c1 * g.y + (row == column + 1 ? a.c0 : 0.0f);
-    }
-    words[i] = packed(x, y);
+    for (int i = 0; i < 64; ++i) words[i] = mma::pack(d[2 * i], d[2 * i + 1]);
   }
-  const uint32_t matrix = lane / 8, r = lane % 8;
 #pragma unroll
   for (int box = 0; box < 8; ++box) {
     const bool is_mirror = box >= 4;
     const int quarter = box % 4;
-    if (is_mirror && !tile.mirrors()) break;
-    const uint32_t to = boxes + box % 2 * kBoxBytes;
-    if (thread == 0) bulk_wait_read<1>();
-    sync_warpgroup(group);
+    if (is_mirror && !mirrors) break;
+    const uint32_t to = boxes + box % kBoxes * kBoxBytes;
+    // A square's boxes are there for its first four.
+    if (!kSquare || is_mirror) {
+      if (thread == 0) bulk_wait_read<kBoxes - 1>();
+      sync_warpgroup(group);
+    }
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const uint32_t(&x)[4] =
-          *reinterpret_cast<const uint32_t(*)[4]>(words + 16 * quarter + 4 * pair);
+      uint32_t(&x)[4] = *reinterpret_cast<uint32_t(*)[4]>(words + 16 * quarter + 4 * pair);
       if (is_mirror) {
-        const uint32_t row = 8 * (2 * pair + matrix / 2) + r, vector = 2 * warp + matrix % 2;
-        stmatrix_transposed(to + 128 * row + ((vector ^ r) * 16), x);
-      } else {
-        const uint32_t row = 16 * warp + 8 * (matrix % 2) + r, vector = 2 * pair + matrix / 2;
-        stmatrix(to + 128 * row + ((vector ^ r) * 16), x);
+        stmatrix_transposed(to + transposed_row_of(warp, lane, pair), x);
+        continue;
       }
+      const uint32_t at = to + row_of(warp, lane, pair);
+      if constexpr (kSquare) {
+        uint32_t gram[4];
+        mma::load_matrices(gram, at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int word = 16 * quarter + 4 * pair + i;
+          const float2 g = unpacked<__nv_bfloat16>(gram[i]);
+          float2 y = make_float2(a.c2 * d[2 * word] + a.c1 * g.x, a.c2 * d[2 * word + 1] + a.c1 * g.y);
+          if (!mirrors) {
+            const int32_t row = first_row + static_cast<int32_t>(16 * warp + lane / 4) + 8 * (i % 2);
+            const int32_t column = tile.column + 8 * (word / 2) + static_cast<int32_t>(2 * (lane % 4));
+            y.x += row == column ? a.c0 : 0.0f;
+            y.y += row == column + 1 ? a.c0 : 0.0f;
+          }
+          x[i] = mma::pack(y.x, y.y);
+        }
+      }
+      stmatrix(at, x);
     }
     fence_async_shared();
     sync_warpgroup(group);
@@ -164,16 +180,21 @@ __device__ inline float4* sums_of(const MuonArguments& a, uint32_t index, uint32
 
 template <bool kTall, Result kResult>
 __device__ inline void multiply(const MuonArguments& a) {
+  constexpr bool kSquare = kResult == Result::kSquare;
+  constexpr uint32_t kStages = kSquare ? 3 : 4, kBoxes = kSquare ? 4 : 2;
   extern __shared__ __align__(1024) uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * kMuonStages];
+  __shared__ alignas(8) uint64_t barriers[2 * kStages + 2];
   const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kMuonStages;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
+  const uint32_t of_boxes = empty + 8 * kStages;
   const uint32_t rank = cluster_rank();
   if (threadIdx.x == 0) {
-    for (uint32_t stage = 0; stage < kMuonStages; ++stage) {
+    for (uint32_t stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full + 8 * stage, 1);
       mbarrier_init(empty + 8 * stage, 16);  // warps of both CTAs
     }
+    mbarrier_init(of_boxes, 1);
+    mbarrier_init(of_boxes + 8, 1);
     fence_mbarrier_init();
   }
   cluster_sync();
@@ -213,15 +234,16 @@ __device__ inline void multiply(const MuonArguments& a) {
               load(2 + 2 * rank + i, tile.column + 128 * half + 64 * i, true);
             }
           }
-          if (++stage == kMuonStages) stage = 0, phase ^= 1;
+          if (++stage == kStages) stage = 0, phase ^= 1;
         }
       }
     }
   } else {
     more_registers<232>();
     const uint32_t consumer = group - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const uint32_t boxes = base + kMuonStages * kStageBytes + consumer * 2 * kBoxBytes;
-    uint32_t phase = 0;
+    const uint32_t boxes = base + kStages * kStageBytes + consumer * kBoxes * kBoxBytes;
+    const uint32_t loaded = of_boxes + 8 * consumer;
+    uint32_t phase = 0, boxes_phase = 0;
     const auto release = [&](uint32_t of) {
       if (lane < 2) mbarrier_arrive_in_cluster(in_cta(empty + 8 * of, lane));
     };
@@ -246,12 +268,20 @@ __device__ inline void multiply(const MuonArguments& a) {
           wgmma<__nv_bfloat16, kTall, kTall>(d, left + kStep * i, right + kStep * i,
                                              block != begin || i != 0);
         wgmma_commit();
+        if (kSquare && block == begin && thread == 0) {
+          bulk_wait_read<0>();
+          mbarrier_arrive_expect_tx(loaded, kBoxes * kBoxBytes);
+#pragma unroll
+          for (uint32_t i = 0; i < kBoxes; ++i)
+            tensor_load(boxes + i * kBoxBytes, a.x, tile.column + static_cast<int32_t>(64 * i),
+                        tile.row + static_cast<int32_t>(64 * consumer), tile.matrix, loaded);
+        }
         if (block > begin) {
           wgmma_wait<1>();
           release(before);
         }
         before = stage;
-        if (++stage == kMuonStages) stage = 0, phase ^= 1;
+        if (++stage == kStages) stage = 0, phase ^= 1;
       }
       wgmma_wait<0>();
       settle(d);
@@ -262,7 +292,8 @@ __device__ inline void multiply(const MuonArguments& a) {
         for (int i = 0; i < 32; ++i)
           to[i * kMuonSumThreads] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
       } else {
-        write<kResult == Result::kSquare>(a, tile, consumer, thread, boxes, d);
+        write<kSquare, kBoxes>(a, tile, consumer, thread, boxes, loaded, boxes_phase, d);
+        boxes_phase ^= 1;
       }
     }
     if (thread == 0) bulk_wait_read<0>();
@@ -286,7 +317,7 @@ __device__ inline void sum(const MuonArguments& a) {
     }
   }
   const uint32_t group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
-  write<false>(a, Tile(a, first, rank), group, thread, base + group * 2 * kBoxBytes, d);
+  write<false, 2>(a, Tile(a, first, rank), group, thread, base + group * 2 * kBoxBytes, 0, 0, d);
   if (thread == 0) bulk_wait_read<0>();
 }
 

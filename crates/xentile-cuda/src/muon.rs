@@ -145,7 +145,6 @@ impl NewtonSchulz {
         let first = Arguments {
             x: self.map(x, self.rows, self.columns)?,
             out: self.map(gram.cast_const(), side, side)?,
-            gram: gram.cast_const(),
             partial: scratch.at.wrapping_byte_add(least).cast(),
             side: count(side),
             blocks: count(self.blocks()),

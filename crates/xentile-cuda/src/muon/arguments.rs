@@ -7,7 +7,6 @@ mirror! {
     pub(crate) struct Arguments = MuonArguments {
         x: TensorMap,
         out: TensorMap,
-        gram: *const std::ffi::c_void,
         partial: *mut f32,
         side: u32,
         blocks: u32,
