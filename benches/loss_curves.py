@@ -1,10 +1,10 @@
 """Losses after some steps of training by each optimizer and dtype of parameters.
 
-    PYTHONPATH=examples python benches/loss_curves.py [--json FILE] [--model NAME] [--steps N]
+    PYTHONPATH=examples python benches/loss_curves.py [--json FILE] [--jobs N] [-- ARGUMENTS]
 
-Each run is `examples/train` with a preset's model in a process of its own, --jobs of them at a
-time. A row has the mean of the last ten losses. AdamW in float32 has three seeds, of parameters and
-of the data's order, whose spread is what other differences are to be held against. "nearest" rounds
+Each run is `examples/train` with ARGUMENTS in a process of its own, --jobs of them at a time. A row
+has the mean of the last ten losses. AdamW in float32 has three seeds, of parameters and of the
+data's order, whose spread is what other differences are to be held against. "nearest" rounds
 bfloat16 parameters to nearest, which `examples/train` does not.
 """
 
@@ -13,9 +13,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,35 +65,22 @@ def main() -> int:
     if sys.argv[1:2] == ["--train"]:
         return train(sys.argv[2], sys.argv[3:])
     parser = harness.parser(__doc__)
-    parser.add_argument("--model", default="small")
-    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, metavar="RUN")
-    parser.add_argument("--batch-size", type=int, help="sequences (default: the preset's)")
+    parser.add_argument("arguments", nargs="*", help="of examples/train, behind --")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / options.jobs:.3f}")
-    common = ["--model_size", options.model, "--num_train_steps", str(options.steps)]
-    if options.batch_size is not None:
-        common += ["--batch_size", str(options.batch_size)]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         pending = {
             name: pool.submit(
-                measure, name, [*common, *RUNS[name]], Path(folder, f"{number}.jsonl")
+                measure, name, [*options.arguments, *RUNS[name]], Path(folder, f"{number}.jsonl")
             )
             for number, name in enumerate(options.runs)
         }
 
-        def cells() -> Iterator[tuple[Row, Any]]:
+        def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
             for name, future in pending.items():
-                yield (
-                    {
-                        "model": options.model,
-                        "steps": options.steps,
-                        "batch_size": options.batch_size,
-                        "run": name,
-                    },
-                    partial(future.result),
-                )
+                yield {"arguments": options.arguments, "run": name}, future.result
 
         def texts(row: Row) -> list[str]:
             mean = row.get("last_losses_mean")

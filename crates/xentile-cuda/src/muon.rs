@@ -21,27 +21,29 @@ const ALIGNMENT: usize = 256;
 /// Elements of a vector of the copy engine.
 const VECTOR: usize = 8;
 
-/// Matrices X `[batch, rows, columns]` in bf16. Where `rows > columns` A is X' X.
+/// Matrices X `[batch, rows, columns]` in bf16. A is X X', or `of_columns` X' X.
 #[derive(Clone, Copy, Debug)]
 pub struct NewtonSchulz {
     batch: usize,
     rows: usize,
     columns: usize,
+    of_columns: bool,
 }
 
 impl NewtonSchulz {
     /// Plans the step.
     ///
     /// # Errors
-    /// Rows or columns that are no multiple of 8, or more matrices or entries than 32 bits count.
-    pub fn new(batch: usize, rows: usize, columns: usize) -> Result<Self> {
+    /// Rows or columns that are no positive multiple of 8, or more matrices or entries than 32 bits count.
+    pub fn new(batch: usize, rows: usize, columns: usize, of_columns: bool) -> Result<Self> {
         let invalid = |message| Err(Error::Problem(xentile::Error::Invalid(message)));
-        if !rows.is_multiple_of(VECTOR) || !columns.is_multiple_of(VECTOR) {
+        let is_one = |extent: usize| extent > 0 && extent.is_multiple_of(VECTOR);
+        if !is_one(rows) || !is_one(columns) {
             return invalid(format!(
-                "matrices are {rows} x {columns}; both must be multiples of {VECTOR}"
+                "matrices are {rows} x {columns}; both must be positive multiples of {VECTOR}"
             ));
         }
-        let one = Self { batch, rows, columns };
+        let one = Self { batch, rows, columns, of_columns };
         let most = i32::MAX as usize / 128;
         let items = one.items().checked_mul(batch);
         if rows.max(columns) > most || items.is_none_or(|items| items > most) {
@@ -56,13 +58,15 @@ impl NewtonSchulz {
         (2 * self.batch * self.side() * self.side()).next_multiple_of(ALIGNMENT)
     }
 
+    /// Rows of A.
     fn side(&self) -> usize {
-        self.rows.min(self.columns)
+        if self.of_columns { self.columns } else { self.rows }
     }
 
     /// Blocks of 64 of K.
     fn blocks(&self) -> usize {
-        self.rows.max(self.columns).div_ceil(BOX as usize)
+        let k = if self.of_columns { self.rows } else { self.columns };
+        k.div_ceil(BOX as usize)
     }
 
     /// Pairs of tiles of a matrix that have columns in common.
@@ -106,7 +110,7 @@ impl NewtonSchulz {
         Ok(())
     }
 
-    /// Has `stream` write `matrix`, `[batch, S, S]` with S the lesser of rows and columns, from `x`. K is split
+    /// Has `stream` write `matrix`, of A's shape, from `x`. K is split
     /// where scratch beyond [`least_scratch_bytes`](Self::least_scratch_bytes) has room for sums.
     ///
     /// # Errors
@@ -126,7 +130,7 @@ impl NewtonSchulz {
         [c0, c1, c2]: [f32; 3],
     ) -> Result<()> {
         let (side, least) = (self.side(), self.least_scratch_bytes());
-        if self.batch * side == 0 {
+        if self.batch == 0 {
             return Ok(());
         }
         for (name, address) in
@@ -195,7 +199,7 @@ impl NewtonSchulz {
 
     /// A kernel's name.
     fn named(&self, result: &str) -> &'static str {
-        match (result, self.rows > self.columns) {
+        match (result, self.of_columns) {
             ("gram", false) => "muon_gram_wide",
             ("gram", true) => "muon_gram_tall",
             (_, false) => "muon_partial_wide",
@@ -222,7 +226,7 @@ mod tests {
 
     #[test]
     fn pairs_of_tiles_cover_a_triangle() {
-        let items = |side| NewtonSchulz::new(1, side, side).unwrap().items();
+        let items = |side| NewtonSchulz::new(1, side, side, false).unwrap().items();
         // Of 7 rows of tiles 6 are pairs with 1, 2 and 3 columns; the last has 4 tiles.
         let sides = [8, 128, 256, 384, 640, 896, 1024, 2048];
         assert_eq!(sides.map(items), [1, 1, 1, 2, 5, 8, 10, 36]);
@@ -230,19 +234,19 @@ mod tests {
 
     #[test]
     fn few_tiles_are_split_where_sums_fit() {
-        let embedding = NewtonSchulz::new(1, 151_936, 896).unwrap();
+        let embedding = NewtonSchulz::new(1, 151_936, 896, true).unwrap();
         assert_eq!(embedding.splits(66, usize::MAX), 8);
         assert_eq!(embedding.splits(66, 3 * 8 * 262_144), 3);
         assert_eq!(embedding.splits(66, 0), 1);
-        assert_eq!(NewtonSchulz::new(24, 896, 4864).unwrap().splits(66, usize::MAX), 1);
-        assert_eq!(NewtonSchulz::new(1, 128, 64).unwrap().splits(66, usize::MAX), 1);
+        assert_eq!(NewtonSchulz::new(24, 896, 4864, false).unwrap().splits(66, usize::MAX), 1);
+        assert_eq!(NewtonSchulz::new(1, 128, 64, true).unwrap().splits(66, usize::MAX), 1);
     }
 
     #[test]
     fn other_matrices_are_refused() {
-        let error = NewtonSchulz::new(1, 12, 16).unwrap_err().to_string();
-        assert_eq!(error, "matrices are 12 x 16; both must be multiples of 8");
-        let error = NewtonSchulz::new(1 << 30, 8, 8).unwrap_err().to_string();
+        let error = NewtonSchulz::new(1, 12, 16, false).unwrap_err().to_string();
+        assert_eq!(error, "matrices are 12 x 16; both must be positive multiples of 8");
+        let error = NewtonSchulz::new(1 << 30, 8, 8, false).unwrap_err().to_string();
         assert_eq!(error, "there are 1073741824 matrices of 8 x 8; too many");
     }
 }

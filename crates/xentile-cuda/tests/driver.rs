@@ -482,7 +482,7 @@ fn newton_schulz() {
     for ([batch, rows, columns], more) in
         [([2, 896, 1152], 0), ([1, 151_936, 896], 1 << 24), ([1, 384, 64], 0), ([0, 8, 8], 0)]
     {
-        let step = NewtonSchulz::new(batch, rows, columns).unwrap();
+        let step = NewtonSchulz::new(batch, rows, columns, rows > columns).unwrap();
         let scratch = Scratch { at: at(0x30_000), bytes: step.least_scratch_bytes() + more };
         let (x, matrix) = (at(0x10_000).cast_const(), at(0x20_000));
         // SAFETY: the driver that plays here touches no memory.

@@ -12,7 +12,7 @@ use xentile::optimizers::BLOCKS;
 use xla_ffi::{DType, Error, Result};
 
 use crate::declaration::{
-    Alias, ArrayDecl, Declaration, Dtype, F32, Range, S32, Stages, attribute, input, output,
+    Alias, ArrayDecl, Declaration, Dims, Dtype, F32, Range, S32, Stages, attribute, input, output,
     scratch,
 };
 
@@ -87,15 +87,17 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
 
 pub(crate) const NEWTON_SCHULZ: Declaration = Declaration {
     name: c"xentile_newton_schulz",
-    summary: "c0 I + c1 A + c2 A A with A = X X', rounded: what a step of Muon multiplies matrices X by. S is the \
-              lesser of R and C, multiples of 8; where R > C, A is X' X.",
+    summary: "c0 I + c1 A + c2 A A, rounded, of which a step of Muon takes the product with X: A is X X', or with \
+              axis 1 X' X. R and C are multiples of 8.",
     host: Stages::None,
     operands: &[input("x", "*batch R C", Dtype::OneOf(&[DType::Bf16]))],
     results: &[
-        output("matrix", "*batch S S", Dtype::Like("x")),
+        output("matrix", "", Dtype::Like("x"))
+            .by(Dims::By("axis", &[("0", "*batch R R"), ("1", "*batch C C")])),
         scratch("scratch", "B", Dtype::Bytes),
     ],
     attributes: &[&[
+        attribute("axis", Range::OneOf(&[0, 1])),
         attribute("c0", Range::Finite),
         attribute("c1", Range::Finite),
         attribute("c2", Range::Finite),

@@ -24,7 +24,7 @@ target_list! {
     );
     super::NEWTON_SCHULZ: fn xentile_newton_schulz_cuda,
         initialize xentile_newton_schulz_cuda_initialize = newton_schulz(
-        x, matrix, scratch, c0, c1, c2, context,
+        x, matrix, scratch, axis, c0, c1, c2, context,
     );
 }
 
@@ -167,6 +167,7 @@ fn newton_schulz(
     x: Any,
     matrix: AnyMut,
     scratch: AnyMut,
+    axis: i64,
     c0: f64,
     c1: f64,
     c2: f64,
@@ -181,9 +182,14 @@ fn newton_schulz(
             return Err(dtype::wrong(name, dtype, "bf16"));
         }
     }
-    let side = rows.min(columns);
+    let side = match axis {
+        0 => rows,
+        1 => columns,
+        _ => return Err(invalid(format_args!("attribute `axis` is {axis}; it must be 0 or 1"))),
+    };
     check_shape("matrix", matrix.dims(), &[batch, &[side, side]].concat())?;
-    let step = NewtonSchulz::new(batch.iter().product(), rows, columns).map_err(failed)?;
+    let batch = batch.iter().product();
+    let step = NewtonSchulz::new(batch, rows, columns, axis == 1).map_err(failed)?;
     let bytes = scratch.elements() * scratch.dtype().size();
     let scratch = Scratch { at: scratch.as_ptr(), bytes };
     run(

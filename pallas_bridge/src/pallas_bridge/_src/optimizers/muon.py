@@ -245,8 +245,8 @@ def muon(
     """Muon for matrices and AdamW for all other parameters, as `optax.contrib.muon`.
 
     Momentum is orthogonalised by `ns_steps` Newton-Schulz steps in bfloat16, with matrices of equal
-    shapes in one batch; optax computes in the gradients' dtype, an array after another. Momentum is
-    float32.
+    shapes in one batch; optax computes in the gradients' dtype, an array after another. On one
+    Hopper GPU kernels make the symmetric products of matrices of 256 and more. Momentum is float32.
 
     Args:
       learning_rate: a scalar, or a function of the number of steps before this one.

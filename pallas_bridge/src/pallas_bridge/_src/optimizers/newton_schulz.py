@@ -87,5 +87,6 @@ def kernel(coefficients: Coefficients, x: jax.Array) -> jax.Array:
         jax.ShapeDtypeStruct((gram + ALIGNMENT + CLUSTERS * SUMS_BYTES,), jnp.uint8),
     ]
     named = dict(zip(("c0", "c1", "c2"), map(np.float64, coefficients), strict=True))
-    matrix, _ = jax.ffi.ffi_call(TARGET, results, vmap_method="expand_dims")(x, **named)
+    call_of = jax.ffi.ffi_call(TARGET, results, vmap_method="expand_dims")
+    matrix, _ = call_of(x, axis=np.int64(rows > columns), **named)
     return matrix
