@@ -200,6 +200,7 @@ OPERATIONS = (
     "kv_cache",
     "layer_norm",
     "linear",
+    "newton_schulz",
     "qk_norm_rope",
     "rms_norm",
     "sample",

@@ -17,6 +17,8 @@
 //! one with infinity the scale infinity; its codes may be any, and none of its entries is finite from then on.
 
 #[cfg(feature = "operation")]
+pub mod muon;
+#[cfg(feature = "operation")]
 pub mod operation;
 #[cfg(feature = "operation")]
 mod reference;

@@ -41,7 +41,7 @@ pub const LION_8BIT: Optimizer = Optimizer {
 };
 
 /// The operations of this module.
-pub const ALL: &[&dyn Operation] = &[&ADAMW, &ADAMW_8BIT, &LION_8BIT];
+pub const ALL: &[&dyn Operation] = &[&ADAMW, &ADAMW_8BIT, &LION_8BIT, &super::muon::Muon];
 
 const BLOCKS: DimSpec = DimSpec {
     letter: "B",

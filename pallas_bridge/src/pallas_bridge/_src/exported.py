@@ -13,7 +13,7 @@
 - fp8_quantize: x [T, D]; gives values, scales, and those of the transposed copy if asked for.
 - rms_norm_fp8: x [T, D], weight [D], residual; gives those of the norm, and the sum.
 - swiglu_fp8: x [T, 2F], which packs gate and up; gives those of y [T, F].
-- adamw, adamw8bit, lion8bit: as `optimizers.exported` has them.
+- adamw, adamw8bit, lion8bit, muon: as `optimizers.exported` has them.
 
 Residual, bias and sinks, and what follows from them, are there if the config has them; dx is the
 residual's gradient too. Packed texts with as many keys as queries have segment ids [T]; others the

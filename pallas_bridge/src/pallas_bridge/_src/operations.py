@@ -10,7 +10,7 @@ from .linear_attention import OPERATION as LINEAR_ATTENTION
 from .linear_cross_entropy.declaration import OPERATION as LINEAR_CROSS_ENTROPY
 from .norm.declaration import LAYER_NORM, RMS_NORM
 from .operation import Operation
-from .optimizers.declaration import ADAMW, ADAMW_8BIT, LION_8BIT
+from .optimizers.declaration import ADAMW, ADAMW_8BIT, LION_8BIT, MUON
 from .rms_norm_fp8.declaration import OPERATION as RMS_NORM_FP8
 from .rope.declaration import OPERATION as ROPE
 from .swiglu_fp8.declaration import OPERATION as SWIGLU_FP8
@@ -32,4 +32,5 @@ OPERATIONS: tuple[Operation, ...] = (
     ADAMW,
     ADAMW_8BIT,
     LION_8BIT,
+    MUON,
 )

@@ -11,3 +11,10 @@ LION_8BIT = Operation(
     implementations=("reference",),
     without=tuple((platform, BY_XLA) for platform in ("cpu", "cuda", "tpu")),
 )
+MUON = Operation(
+    "muon",
+    target=None,
+    implementations=("reference",),
+    notes=(("cuda", "Newton-Schulz products of large matrices have kernels on Hopper"),),
+    without=tuple((platform, BY_XLA) for platform in ("cpu", "cuda", "tpu")),
+)

@@ -3,6 +3,7 @@
 - adamw: params and grads [T, D], mu, nu; gives new params, mu and nu.
 - adamw8bit, lion8bit: params and grads [T, B, S], and of each moment codes and scales [T, B]; give
   the same without grads. Blocks have S = block_size entries.
+- muon: params, grads and mu [T, D]; gives new params and mu.
 
 A norm follows where there is a `max_norm`.
 """
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from ..exporting import DTYPES, Cell, ConfigError, Exports, Program, checked
 from . import api
 from .codes import BLOCKS, Quantized
+from .muon import muon
 from .trees import State
 
 OPTIMIZERS: Mapping[str, tuple[Callable[..., Any], int]] = {
@@ -75,10 +77,24 @@ def _program(cell: Cell, given: dict[str, Any]) -> Program:
     return checked(Program("forward", forward, [rows, rows, *state]))
 
 
+def _muon(cell: Cell, given: dict[str, Any]) -> Program:
+    step = given.pop("step", 10)
+    optimizer: Any = muon(1e-2, weight_decay=0.1)
+
+    def forward(params: jax.Array, grads: jax.Array, mu: jax.Array) -> Any:
+        before = optimizer.init(params)._replace(count=jnp.int32(step - 1), mu=mu)
+        new, after = optimizer.update_and_apply(grads, before, params)
+        return new, after.mu
+
+    shape = (cell.tokens, cell.settings.hidden)
+    rows = Shape(shape, DTYPES[cell.dtype])
+    return checked(Program("forward", forward, [rows, rows, Shape(shape, jnp.float32)]))
+
+
 OPTIONS = ("step", "max_norm", "rounding_seed")
 EXPORTS: Mapping[str, Exports] = {
     name: Exports(_program, OPTIONS, ("hidden",))
     if name == "adamw"
     else Exports(_program, (*OPTIONS, "block_size"), ("blocks",))
     for name in OPTIMIZERS
-}
+} | {"muon": Exports(_muon, ("step",), ("hidden",))}
