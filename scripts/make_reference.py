@@ -317,7 +317,7 @@ def targets() -> str:
     """The page of custom-call targets, from what the library declares."""
     declared = json.loads(DECLARED.read_text(encoding="utf-8"))["targets"]
     page = f"# Custom-call targets\n\n{MADE}\n{TARGETS}"
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    rows: dict[tuple[str, str, str, bool], list[str]] = {}
     for target in declared:
         on = [name for name, stages in target["handlers"].items() if stages]
         words = "both" if len(on) == 2 else on[0]
@@ -335,8 +335,7 @@ def targets() -> str:
             sides[1] += f"<br>{result} in {' or '.join(operands)}"
         page += f"| `{target['name']}` | {words} | {' | '.join(sides)} |\n"
         for one in target["attributes"]:
-            name = f"`{one['name']}`{' on CUDA' if one['cuda_only'] else ''}"
-            key = name, range_of(one), one["absent"] or ""
+            key = one["name"], range_of(one), one["absent"] or "", one["cuda_only"]
             rows.setdefault(key, []).append(target["name"].removeprefix("xentile_"))
     page += ATTRIBUTES
     families: dict[str, list[str]] = {}
@@ -344,7 +343,8 @@ def targets() -> str:
         name = target["name"].removeprefix("xentile_")
         family = next(one for one in sorted(OPERATIONS, key=len)[::-1] if name.startswith(one))
         families.setdefault(family, []).append(name)
-    for (name, words, absent), of in rows.items():
+    joined: dict[tuple[str, str, str, bool], list[str]] = {}
+    for (name, words, absent, is_of_cuda), of in rows.items():
         short = []
         for family, members in families.items():
             mine = [one for one in of if one in members]
@@ -355,7 +355,10 @@ def targets() -> str:
                 )
             else:
                 short += [family] if mine and not rest else mine
-        page += f"| {name} | {words} | {absent} | {'; '.join(short)} |\n"
+        joined.setdefault((words, absent, "; ".join(short), is_of_cuda), []).append(f"`{name}`")
+    for (words, absent, of_targets, is_of_cuda), names in joined.items():
+        on = " on CUDA" if is_of_cuda else ""
+        page += f"| {', '.join(names)}{on} | {words} | {absent} | {of_targets} |\n"
     return page
 
 
