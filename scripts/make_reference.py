@@ -357,8 +357,8 @@ def targets() -> str:
                 short += [family] if mine and not rest else mine
         joined.setdefault((words, absent, "; ".join(short), is_of_cuda), []).append(f"`{name}`")
     for (words, absent, of_targets, is_of_cuda), names in joined.items():
-        on = " on CUDA" if is_of_cuda else ""
-        page += f"| {', '.join(names)}{on} | {words} | {absent} | {of_targets} |\n"
+        suffix = " on CUDA" if is_of_cuda else ""
+        page += f"| {', '.join(names)}{suffix} | {words} | {absent} | {of_targets} |\n"
     return page
 
 
