@@ -24,7 +24,7 @@ target_list! {
     );
     super::NEWTON_SCHULZ: fn xentile_newton_schulz_cuda,
         initialize xentile_newton_schulz_cuda_initialize = newton_schulz(
-        x, matrix, scratch, axis, c0, c1, c2, context,
+        x, matrix, scratch, axis, coefficients, context,
     );
 }
 
@@ -163,14 +163,22 @@ fn check_in_place((name, operand): (&str, Any), (result_name, result): (&str, &A
     Ok(())
 }
 
+/// c0, c1 and c2.
+struct Coefficients([f32; 3]);
+
+impl<'a> Parameter<'a> for Coefficients {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        let mut one = |name| Ok(decoder.parameter::<f64>(name)? as f32);
+        Ok(Self([one("c0")?, one("c1")?, one("c2")?]))
+    }
+}
+
 fn newton_schulz(
     x: Any,
     matrix: AnyMut,
     scratch: AnyMut,
     axis: i64,
-    c0: f64,
-    c1: f64,
-    c2: f64,
+    coefficients: Coefficients,
     context: Context,
 ) -> Result {
     let &[ref batch @ .., rows, columns] = x.dims() else {
@@ -198,8 +206,7 @@ fn newton_schulz(
         |stream| unsafe { step.load(stream) },
         // SAFETY: the same, and XLA's buffers, whose shapes were checked.
         |stream| unsafe {
-            let coefficients = [c0, c1, c2].map(|one| one as f32);
-            step.run(stream, x.as_ptr().cast_const(), matrix.as_ptr(), scratch, coefficients)
+            step.run(stream, x.as_ptr().cast_const(), matrix.as_ptr(), scratch, coefficients.0)
         },
     )
 }
