@@ -10,6 +10,7 @@ bfloat16 parameters to nearest, which `examples/train` does not.
 
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def main() -> int:
 
         def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
             for name, future in pending.items():
-                yield {"arguments": options.arguments, "run": name}, future.result
+                arguments = shlex.join(options.arguments)
+                yield {"arguments": arguments, "run": name}, future.result
 
         def texts(row: Row) -> list[str]:
             mean = row.get("last_losses_mean")
