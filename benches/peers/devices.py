@@ -175,8 +175,8 @@ class Training:
         self.states.pop(axis, None)
         state, losses = initial(), []
         for _ in range(FIRST_STEPS):
-            state, told = compiled(state, arrays)
-            losses.append(float(told["loss"]))
+            state, metrics = compiled(state, arrays)
+            losses.append(float(metrics["loss"]))
         self.states[axis] = state
         self.losses[axis if order == 1 else "reversed"] = losses
 
