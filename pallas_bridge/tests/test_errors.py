@@ -127,8 +127,8 @@ def test_traced_options_are_named() -> None:
     answers = {
         "label_smoothing": ", of shape .* and dtype int32; it must be a scalar of a float dtype",
         "z_loss": ", of shape .* and dtype int32; it must be a scalar of a float dtype",
-        "softcap": "; it must be a Python number, known when the program is: no combination",
-        "temperature": "; .*: a division of logits here would be one more pass.* linear_cross_",
+        "softcap": ", of shape .* and dtype int32; it must be a scalar of a float dtype",
+        "temperature": ", of shape .* and dtype int32; it must be a scalar of a float dtype",
         "block_size": "; it must be a Python integer",
         "ignore_index": "; it must be a Python integer",
     }

@@ -1,4 +1,4 @@
-"""Label smoothing, z-loss and temperature that are traced: as the numbers that they stand for.
+"""Options of losses that are traced: as the numbers that they stand for.
 
 With their derivatives, held against XLA's of the formula.
 """
@@ -145,17 +145,53 @@ def test_tokens_that_add_nothing_have_no_gradient(rng: np.random.Generator) -> N
 
         return jax.value_and_grad(total, (0, 1))(z, traced)
 
-    given = {name: jnp.float32(value) for name, value in NUMBERS.items()}
+    numbers = {**NUMBERS, "softcap": 3.0, "temperature": 0.7}
+    given = {name: jnp.float32(value) for name, value in numbers.items()}
     for reduction in ("mean", "sum", "none"):
         found = run(wild, given, reduction)
         loss, (dz, dtraced) = run(z, given, reduction)
         dz = dz.at[0, 2].set(0).at[1, 0].set(0)
         check(found, (loss, (dz, dtraced)))
-    no_share = {**given, "label_smoothing": jnp.float32(0)}
+    no_share = {"label_smoothing": jnp.float32(0), "z_loss": given["z_loss"]}
     loss, (dz, dtraced) = run(masked, no_share, "mean")
     wanted = partial(cross_entropy, labels=LABELS, weights=WEIGHTS, z_loss=NUMBERS["z_loss"])
     check((loss, dz), jax.value_and_grad(wanted)(masked))
     assert np.isfinite(dtraced["z_loss"])
+
+
+@pytest.mark.parametrize("names", [("softcap", "temperature"), ("temperature",)], ids="-".join)
+def test_softcap_and_temperature(names: tuple[str, ...], rng: np.random.Generator) -> None:
+    hidden, weight, bias = draw(rng)
+    numbers = {"softcap": 3.0, "temperature": 0.7}
+    given = {name: jnp.float32(numbers[name]) for name in names}
+    others = {**NUMBERS, **{name: numbers[name] for name in numbers.keys() - given.keys()}}
+    columns = jnp.maximum(LABELS, 0)[..., None]
+    # Chunks of tokens, of which the last is shorter.
+    more: Any = {"columns": columns, "max_scratch_bytes": 8 * 8 * 41}
+
+    def outputs(found: Any) -> jax.Array:
+        return bent(found[0]).sum() + found[1].sum()
+
+    def call_on_logits(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        logits = hidden @ weight.T + bias
+        return outputs(cross_entropy(logits, LABELS, columns=columns, **traced, **others))
+
+    def call_on_hidden(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        options = {**traced, **others, **more, "bias": bias}
+        return outputs(linear_cross_entropy(hidden, weight, LABELS, **options))
+
+    def formula(traced: Any, hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        c, t = ({**numbers, **traced}[name] for name in numbers)
+        z = c * jnp.tanh((hidden @ weight.T + bias) / c) / t
+        is_token = LABELS != -100
+        losses = loss_of(z, *NUMBERS.values()).sum() / is_token.sum()
+        logps = jnp.take_along_axis(jax.nn.log_softmax(z), columns, -1)[..., 0]
+        return bent(losses) + jnp.where(is_token, logps, 0).sum()
+
+    arrays = given, hidden, weight, bias
+    wanted = jax.value_and_grad(formula, (0, 1, 2, 3))(*arrays)
+    for one in (call_on_logits, call_on_hidden):
+        check(jax.jit(jax.value_and_grad(one, (0, 1, 2, 3)))(*arrays), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -195,18 +231,19 @@ def test_on_a_mesh(kind: AxisType, rng: np.random.Generator) -> None:
     """Tokens over two devices, and the vocabulary over four."""
     hidden, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 16), (64, 16)))
     labels = jnp.asarray(rng.integers(0, 64, 8))
-    numbers = {**NUMBERS, "temperature": 0.7}
 
     def loss(arrays: Any, labels: Any, numbers: Any) -> jax.Array:
         return linear_cross_entropy(*arrays, labels, **numbers)
 
-    wanted = jax.value_and_grad(loss)((hidden, weight), labels, numbers)
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(kind,) * 2)
     tokens, columns = (NamedSharding(mesh, PartitionSpec(name)) for name in ("data", "vocab"))
-    with jax.set_mesh(mesh):
-        arrays = jax.device_put((hidden, weight), (tokens, columns))
-        placed = jax.device_put(labels, tokens)
-        check(jax.jit(jax.value_and_grad(loss))(arrays, placed, numbers), wanted)
+    for more in ({}, {"softcap": 3.0}) if kind == AxisType.Explicit else ({},):
+        numbers = {**NUMBERS, "temperature": 0.7, **more}
+        wanted = jax.value_and_grad(loss, (0, 2))((hidden, weight), labels, numbers)
+        with jax.set_mesh(mesh):
+            arrays = jax.device_put((hidden, weight), (tokens, columns))
+            placed = jax.device_put(labels, tokens)
+            check(jax.jit(jax.value_and_grad(loss, (0, 2)))(arrays, placed, numbers), wanted)
 
 
 def test_what_is_refused() -> None:
@@ -215,10 +252,12 @@ def test_what_is_refused() -> None:
     def run(t: Any, **options: Any) -> Any:
         return linear_cross_entropy(hidden, weight, LABELS, temperature=t, **options)
 
-    with pytest.raises(TypeError, match="temperature is traced and softcap is given"):
-        jax.jit(partial(run, softcap=3.0))(0.5)
+    with pytest.raises(TypeError, match="softcap or temperature is traced and batch_invariant"):
+        jax.jit(partial(run, softcap=3.0, batch_invariant=True))(0.5)
     with pytest.raises(TypeError, match=r"temperature is traced, of shape \(2,\)"):
         jax.jit(run)(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"softcap is traced, of shape \(2,\)"):
+        jax.jit(lambda c: run(1.0, softcap=c))(jnp.ones(2))
     with pytest.raises(TypeError, match=r"z_loss is traced, of shape \(2,\)"):
         jax.jit(lambda c: run(1.0, z_loss=c))(jnp.ones(2))
     with pytest.raises(ValueError, match="z_loss is -1"):

@@ -1,6 +1,6 @@
 """Loops over chunks of rows: tokens, or columns of a vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,27 @@ def for_each_chunk(
 
         carry = jax.lax.fori_loop(0, whole, run, carry)
     return body(whole * chunk, rest, carry) if rest and not is_reversed else carry
+
+
+def map_chunks(function: Callable[..., Any], arrays: Sequence[Any], chunk: int) -> Any:
+    """Returns a tree of arrays [N, ..]: function(*rows) of each chunk of trees of arrays [N, ..].
+
+    The last chunk may be shorter; a symbolic N is a multiple of the chunk.
+    """
+    total = jax.tree.leaves(arrays)[0].shape[0]
+    if total == 0 or is_one_chunk(chunk, total):
+        return function(*arrays)
+    whole, rest = divmod(total, chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x[: whole * chunk].reshape(whole, chunk, *x.shape[1:])
+
+    found = jax.lax.map(lambda rows: function(*rows), jax.tree.map(split, tuple(arrays)))
+    found = jax.tree.map(lambda x: x.reshape(whole * chunk, *x.shape[2:]), found)
+    if not rest:
+        return found
+    last = function(*jax.tree.map(lambda x: x[whole * chunk :], tuple(arrays)))
+    return jax.tree.map(lambda *both: jnp.concatenate(both), found, last)
 
 
 def slice_rows(first: Any, count: int, *arrays: Any) -> tuple[Any, ...]:

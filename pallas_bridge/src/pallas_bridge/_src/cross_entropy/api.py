@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import gathering, one_program
+from ..arrays import wide
 from ..bound import Bound
 from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint
 from ..implementations import choose
@@ -22,7 +23,7 @@ from ..losses.options import (
     narrow_labels,
 )
 from ..losses.reduction import token_factors, weighted, weighted_sum
-from ..losses.traced import Coefficients
+from ..losses.traced import Coefficients, check_with_mapping, map_logits
 from ..operation import Implementation
 from .declaration import OPERATION
 from .sharding import Layout, find_layout
@@ -33,7 +34,7 @@ Reduction = Literal["none", "mean", "sum"]
 class _Keywords(LossKeywords, total=False):
     """The options that both functions have; `_prepare` and `check_options` have their defaults."""
 
-    temperature: float
+    temperature: float | jax.Array
     donate_logits: bool
     axis_name: AxisName | None
 
@@ -71,6 +72,8 @@ def _prepare(
     *,
     label_smoothing: float | jax.Array = 0.0,
     z_loss: float | jax.Array = 0.0,
+    softcap: float | jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
     donate_logits: bool = False,
     implementation: Implementation | None = None,
     axis_name: AxisName | None = None,
@@ -91,7 +94,9 @@ def _prepare(
             f"{cast_hint(logits)}{REFERENCE_TAKES_OTHERS}"
         )
     coefficients = Coefficients(label_smoothing, z_loss)
-    options = check_options(
+    options, mapping = check_with_mapping(
+        softcap,
+        temperature,
         **coefficients.known,
         **others,
         every_token=requested.lse,
@@ -100,6 +105,10 @@ def _prepare(
         donate_logits=donate_logits,
         implementation=implementation,
     )
+    if mapping is not None:
+        # Of the gradient, the mapped logits are an operand; others are computed again.
+        mapped: jax.Array = jax.checkpoint(map_logits)(wide(logits), *mapping)
+        logits = mapped
     options = coefficients.for_kernels(options)
     labels, options = narrow_labels(labels, options)
     weights = None if weights is None else weights.astype(jnp.float32)
@@ -193,7 +202,9 @@ def cross_entropy(
         `z_loss` may be traced scalars, with derivatives, which are not checked. The gradient of a
         sum or a mean then reads logits once more, as that of reduction "none" always does.
       z_loss: the weight of lse^2, at least 0.
-      softcap: c > 0 replaces z by c * tanh(z / c) (Gemma Team, 2024); None for none.
+      softcap: c > 0 replaces z by c * tanh(z / c) (Gemma Team, 2024); None for none. It and
+        `temperature` may be traced scalars likewise; XLA then writes the logits after both in f32,
+        which kernels read.
       temperature: t > 0 divides z, after softcap (Hinton et al., 2015), for loss and all other
         outputs. On GPUs the gradient of a mean then reads logits once more.
       return_lse: whether to return lse, also that of ignored tokens.

@@ -135,10 +135,12 @@ def linear_cross_entropy(
         `z_loss` may be traced scalars, with derivatives, which are not checked; the backward pass
         of a sum or a mean then recomputes logits, as that of reduction "none" does.
       z_loss: the weight of lse^2, at least 0.
-      softcap: c > 0 replaces z by c * tanh(z / c); None for none.
+      softcap: c > 0 replaces z by c * tanh(z / c); None for none. It may be a traced scalar, with
+        a derivative: XLA's program then runs over chunks of tokens, and recomputes their logits in
+        the backward pass.
       temperature: t > 0 divides z, after softcap, as for `cross_entropy`. It may be a traced
-        scalar, with a derivative, where there is no softcap: `hidden` and `bias` are then divided
-        by it, and `hidden` is rounded to its dtype.
+        scalar, likewise with a softcap; without one, `hidden` and `bias` are divided by it, and
+        `hidden` is rounded to its dtype.
       return_lse: whether to return lse too, that of ignored tokens included.
       return_entropy: whether to return the entropy of every token's distribution, as for
         `cross_entropy`.
@@ -191,7 +193,8 @@ def linear_cross_entropy(
     requested = Request(return_lse, return_entropy, return_correct)
     requested = call.place(requested, columns, axis_name=axis_name)
     factors = call.weights if reduction == "none" else call.factors(reduction)
-    if reduction != "none" and not call.coefficients.any_traced:
+    is_combined = call.coefficients.any_traced or call.mapping is not None
+    if reduction != "none" and not is_combined:
         found = call.outputs(requested, factors)
         loss = found.loss
     else:

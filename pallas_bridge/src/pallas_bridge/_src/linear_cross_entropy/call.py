@@ -12,15 +12,23 @@ from jax.typing import ArrayLike
 
 from .. import gathering, meshes, one_program
 from ..bound import Bound
-from ..checks import as_array
-from ..chunk_loops import pad_tokens
+from ..checks import as_array, is_traced
+from ..chunk_loops import make_alike, map_chunks, pad_tokens
+from ..cross_entropy import reference
 from ..implementations import choose
-from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
+from ..logits_gemms import (
+    Gemms,
+    Operands,
+    dense_logits,
+    find_vocab_axis,
+    operand_dtype,
+    promote_operands,
+)
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.layouts import Layout, find_layout
 from ..losses.options import AxisName, check_options, narrow_labels
 from ..losses.reduction import token_factors
-from ..losses.traced import Coefficients, divided
+from ..losses.traced import Coefficients, check_with_mapping, divided, map_logits
 from ..losses.vocab_shards import WHOLE, shard_options
 from ..operation import Implementation
 from . import derivative
@@ -47,7 +55,7 @@ class Call:
         vocab_axis: int | None = None,
         label_smoothing: float | jax.Array = 0.0,
         z_loss: float | jax.Array = 0.0,
-        softcap: float | None = None,
+        softcap: float | jax.Array | None = None,
         temperature: float | jax.Array = 1.0,
         max_scratch_bytes: int | None = None,
         implementation: Implementation | None = None,
@@ -57,24 +65,30 @@ class Call:
         """Checks the arguments of the public functions; `others` are those of `check_options`.
 
         `every_token` is whether lse of ignored tokens is read, `takes_traced` whether label
-        smoothing, z-loss and temperature may be traced.
+        smoothing, z-loss, softcap and temperature may be traced.
         """
         self.coefficients = Coefficients(label_smoothing, z_loss)
         fixed: Any = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        kernel_temperature: Any = temperature
+        divisor: Any = temperature
         if takes_traced:
             fixed = self.coefficients.known
-            hidden, bias, kernel_temperature = divided(hidden, bias, temperature, softcap)
-        options = check_options(
+            if is_traced(divisor) and softcap is None:
+                hidden, bias = divided(hidden, bias, divisor)
+                divisor = 1.0
+        check: Any = check_with_mapping if takes_traced else check_options
+        checked = check(
+            softcap=softcap,
+            temperature=divisor,
             **fixed,
             **others,
-            softcap=softcap,
-            temperature=kernel_temperature,
             every_token=every_token,
             # Nothing else reads the logits of a chunk.
             donate_logits=True,
             implementation=implementation,
         )
+        # Softcap and temperature of each token [..], where XLA applies them; else None.
+        self.mapping: Any = None
+        options, mapping = checked if takes_traced else (checked, None)
         # Whether all is XLA's own program.
         self.is_dense = choose(OPERATION, implementation) == "reference"
         self.hidden, self.weight = promote_operands(
@@ -99,6 +113,16 @@ class Call:
             raise ValueError(
                 "batch_invariant is True with the implementation 'reference', whose products have "
                 "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
+            )
+        if mapping is not None:
+            if batch_invariant:
+                raise TypeError(
+                    "softcap or temperature is traced and batch_invariant is True; both must be "
+                    "Python numbers then"
+                )
+            self.mapping = tuple(
+                None if one is None else jnp.broadcast_to(jnp.asarray(one, jnp.float32), self.shape)
+                for one in mapping
             )
         gemms = Gemms(self.axis, batch_invariant)
         self.planner = Planner(gemms, self.options.tile, max_scratch_bytes)
@@ -149,6 +173,7 @@ class Call:
         if layout is not None:
             self.labels = layout.place(self.labels)
             self.weights = None if self.weights is None else layout.place(self.weights)
+            self.mapping = jax.tree.map(layout.place, self.mapping)
         elif not self.is_dense:
             watched = partial(gathering.watched, OPERATION)
             self.hidden = watched("hidden", self.hidden, -1, axis_of="D")
@@ -160,6 +185,7 @@ class Call:
         """Returns loss, logps, lse and the `requested` outputs of each token [..].
 
         With `factors` [..] the loss is the scalar sum of factor * loss, and there are no logps.
+        With a `mapping` they must be None.
         """
         layout = self.layout
         if layout is None:
@@ -170,11 +196,17 @@ class Call:
             fields["loss"] = PartitionSpec()
 
         def on_device(
-            hidden: Any, weight: Any, bias: Any, labels: Any, factors: Any, columns: Any
+            hidden: Any,
+            weight: Any,
+            bias: Any,
+            labels: Any,
+            factors: Any,
+            columns: Any,
+            *mapping: Any,
         ) -> dict[str, jax.Array]:
             own = copy.copy(self)
             own.hidden, own.weight, own.bias = hidden, layout.gather(weight), bias
-            own.labels, own.shape = labels, labels.shape
+            own.labels, own.shape, own.mapping = labels, labels.shape, mapping or None
             found = own._outputs(dataclasses.replace(requested, columns=columns), factors)
             if factors is not None:
                 found = found._replace(loss=layout.total(found.loss))
@@ -182,11 +214,14 @@ class Call:
 
         columns = None if requested.columns is None else layout.place(requested.columns)
         arrays = self.hidden, self.weight, self.bias, self.labels, factors, columns
+        arrays = *arrays, *(self.mapping or ())
         found = layout.run(on_device, fields, *arrays)
         return TokenOutputs(**{"logps": found["loss"], **found})
 
     def _outputs(self, requested: Request, factors: jax.Array | None) -> TokenOutputs:
         """Returns the outputs of whole arrays, or a device's; `factors` reduce the loss."""
+        if self.mapping is not None:
+            return self._mapped_outputs(requested)
         loss = self.choose_loss(requested, is_reduced=factors is not None)
         operands = self.flat
         if not requested.any:
@@ -217,6 +252,50 @@ class Call:
         def shape(one: jax.Array) -> jax.Array:
             # A scalar is a loss that is reduced.
             return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
+
+        return TokenOutputs(*jax.tree.map(shape, tuple(found)))
+
+    def _mapped_outputs(self, requested: Request) -> TokenOutputs:
+        """Returns the outputs by XLA's program, for chunks of tokens whose logits it recomputes."""
+        operands, layout = self.flat, self.layout
+        loss = LinearLoss(
+            options=self.options,
+            gemms=self.planner.gemms,
+            exchange=WHOLE if layout is None else layout.exchange(),
+            is_dense=True,
+            distribution=requested.distribution,
+            correct=requested.correct,
+        )
+        total: Any = operands.labels.shape[0]
+        vocab, chunk = operands.weight.shape[self.axis], total
+        if not self.is_dense:
+            plan, *_ = self.planner.plan_passes(operands, reduced=False)
+            chunk = max(plan_output_chunk(plan, total, vocab) // 2, 1)
+
+        def flatten(one: jax.Array) -> jax.Array:
+            return one.reshape(total, *one.shape[len(self.shape) :])
+
+        per_token = jax.tree.map(flatten, (requested.columns, *self.mapping))
+        operands, *per_token = derivative.alike(loss, operands, *per_token)
+        hidden, weight, bias, labels = operands
+        if hidden.dtype == operand_dtype(hidden, weight):
+            # Gradients of chunks are summed in f32, and rounded once.
+            weight = weight.astype(jnp.float32)
+
+        def run(x: Any, labels: Any, columns: Any, *mapping: Any) -> TokenOutputs:
+            z, probe = dense_logits(loss.gemms, x, weight, bias)
+            scalars = (None if one is None else one[:, None] for one in mapping)
+            z = map_logits(*make_alike(z, *scalars))
+            own = dataclasses.replace(requested, columns=columns)
+            return reference.requested_outputs(loss, own, z, labels, probe)
+
+        arrays = hidden, labels, *per_token
+        if not isinstance(total, int):
+            arrays = tuple(pad_tokens(chunk, *arrays))
+        found = map_chunks(jax.checkpoint(run), arrays, chunk)
+
+        def shape(one: jax.Array) -> jax.Array:
+            return one[:total].reshape(*self.shape, *one.shape[1:])
 
         return TokenOutputs(*jax.tree.map(shape, tuple(found)))
 

@@ -105,13 +105,13 @@ def compute_outputs(
     With `factors` [N] in f32, 0 for ignored tokens, the loss is the scalar sum of factor * loss.
     """
     if factors is not None and loss.is_fused:
-        operands, columns, factors = _alike(loss, operands, requested.columns, factors)
+        operands, columns, factors = alike(loss, operands, requested.columns, factors)
         total, *others = _reduced(loss, operands, columns, factors)
         # There are no logps, which nobody reads.
         return aux_outputs.collect(
             loss.options, requested, operands.labels, (total, total, *others)
         )
-    operands, columns = _alike(loss, operands, requested.columns)
+    operands, columns = alike(loss, operands, requested.columns)
     if loss.is_dense:
         z, probe = dense_logits(loss.gemms, *operands[:3])
         found = reference.requested_outputs(loss, requested, z, operands.labels, probe)
@@ -123,7 +123,7 @@ def compute_outputs(
     return found._replace(loss=weighted(found.loss, factors).sum())
 
 
-def _alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
+def alike(loss: LinearLoss, operands: Operands, *per_token: Any) -> list[Any]:
     """Returns arrays that vary over the same mesh axes within `shard_map`.
 
     Labels and other arrays of tokens stay as they are if there are shards: the exchanged outputs

@@ -23,7 +23,7 @@ class LossKeywords(TypedDict, total=False):
     ignore_index: int
     label_smoothing: float | jax.Array
     z_loss: float | jax.Array
-    softcap: float | None
+    softcap: float | jax.Array | None
     block_size: int | None
     time_block: int | None
     implementation: Implementation | None
@@ -102,21 +102,10 @@ class Options:
         return self.time_block, self.block_size
 
 
-# What to do instead of tracing an option that compiled programs contain.
-UNTRACED = {
-    "temperature": "a division of logits here would be one more pass over them. Divide them where "
-    "they are made, or call linear_cross_entropy, which takes it traced",
-    "softcap": "no combination of the kernels' outputs stands for another one",
-}
-
-
 def _number(name: str, value: Any) -> float:
     # A traced value has no number yet: options are part of the compiled program.
     if is_traced(value):
-        why = f": {UNTRACED[name]}" if name in UNTRACED else ""
-        raise TypeError(
-            f"{name} is traced; it must be a Python number, known when the program is{why}"
-        )
+        raise TypeError(f"{name} is traced; it must be a Python number, known when the program is")
     try:
         return math.fsum([value])  # takes every kind of number, and no text
     except (TypeError, ValueError):

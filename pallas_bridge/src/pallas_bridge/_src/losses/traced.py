@@ -1,11 +1,12 @@
-"""Label smoothing and z-loss that are traced: combinations of outputs that kernels have.
+"""Options of losses that are traced, where kernels take attributes, which no program changes.
 
-Kernels take both as attributes, which a compiled program cannot change. But the loss is affine in
-them: with A = -logps = lse - z_y and, of label smoothing 1 and no z-loss, B = loss = lse - mean(z),
+The loss is affine in label smoothing and z-loss: with A = -logps = lse - z_y and, of label
+smoothing 1 and no z-loss, B = loss = lse - mean(z),
 
     loss = (1 - label_smoothing) * A + label_smoothing * B + z_loss * lse^2
 
 and kernels take the cotangents of logps, loss and lse at once, in one pass over the logits.
+Softcap and temperature are applied to the logits by XLA (`map_logits`).
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from ..arrays import wide
 from ..checks import as_array, check_dtype, is_traced
 from .aux_outputs import TokenOutputs
-from .options import Options, is_ignored
+from .options import Options, check_options, is_ignored
 from .reduction import countable
 
 
@@ -104,22 +105,64 @@ class Coefficients:
         return loss + jnp.asarray(self.z_loss, jnp.float32) * square
 
 
-def divided(hidden: Any, bias: Any, temperature: Any, softcap: Any) -> Any:
-    """Returns hidden, bias and temperature; of a traced one, both divided by it, and 1.
+def check_with_mapping(
+    softcap: Any, temperature: Any, **others: Any
+) -> tuple[Options, tuple[Any, Any] | None]:
+    """Returns the checked options, and softcap and temperature where either is traced.
+
+    The options then have neither.
 
     Raises:
-        TypeError: a temperature that is traced and no scalar, or one beside a softcap.
+        TypeError: a traced array that is no scalar.
     """
-    if not is_traced(temperature):
-        return hidden, bias, temperature
+    given = {"softcap": softcap, "temperature": temperature}
+    for name, value in given.items():
+        check_scalar(name, value)
+    plain: Any = {"softcap": None, "temperature": 1.0}
+    known: Any = {name: plain[name] if is_traced(value) else value for name, value in given.items()}
+    options = check_options(**known, **others)
+    if not any(map(is_traced, given.values())):
+        return options, None
+    return dataclasses.replace(options, **plain), (softcap, temperature)
+
+
+@jax.custom_jvp
+def map_logits(logits: jax.Array, softcap: Any, temperature: Any) -> jax.Array:
+    """Returns logits [.., V], in f32 or wider, after softcap, unless it is None, and temperature.
+
+    A cotangent of 0 has gradients of 0, whatever the logit.
+    """
+    z = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    mapped: jax.Array = z / temperature
+    return mapped
+
+
+@map_logits.defjvp
+def _map_logits_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (logits, softcap, temperature), (dlogits, dsoftcap, dtemperature) = primals, tangents
+    mapped = map_logits(*primals)
+    slope = 1 / temperature
+    tangent = jnp.where(jnp.isfinite(mapped), -mapped / temperature, 0) * dtemperature
     if softcap is not None:
-        raise TypeError(
-            "temperature is traced and softcap is given; it must be a Python number then, since "
-            "hidden cannot be divided by it before the softcap"
-        )
+        x = logits / softcap
+        y = jnp.tanh(x)
+        # 0 times a slope that is NaN would be NaN; infinities are at the cap.
+        inner = jnp.where(jnp.isnan(x), 0, 1 - y * y)
+        outer = jnp.where(jnp.isfinite(x), y - x * inner, jnp.where(jnp.isnan(x), 0, y))
+        tangent += outer * slope * dsoftcap
+        slope *= inner
+    return mapped, tangent + slope * dlogits
+
+
+def divided(hidden: Any, bias: Any, temperature: jax.Array) -> Any:
+    """Returns hidden and bias divided by a traced temperature.
+
+    Raises:
+        TypeError: a temperature that is no scalar.
+    """
     check_scalar("temperature", temperature)
     hidden = as_array("hidden", hidden, "[.., D]")
     check_dtype("hidden", hidden)
     divisor = temperature.astype(jnp.float32)
     divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
-    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor, 1.0
+    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor
