@@ -197,6 +197,7 @@ OPERATIONS = (
     *(folder.parent.name for folder in DECLARED.parent.glob("*/__init__.py")),
     "adamw",
     "decode_step",
+    "kl_divergence",
     "kv_cache",
     "layer_norm",
     "linear",

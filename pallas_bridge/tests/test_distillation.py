@@ -1,14 +1,17 @@
 """Distillation against the divergence of whole distributions in float64."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
+from pallas_bridge._src import distillation
 from pallas_bridge.losses import linear_kl_divergence
 
-VOCAB, WIDTH, TEACHER_WIDTH = 50, 8, 12
+VOCAB, WIDTH, TEACHER_WIDTH = 52, 8, 12
 NAMES = ("hidden", "weight", "teacher_hidden", "teacher_weight")
 # What an entry may be off by, relative to the largest.
 OFF = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -112,11 +115,37 @@ def test_no_array_has_the_size_of_all_logits(rng: np.random.Generator) -> None:
     assert f"[64,{VOCAB}]" not in text
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_programs_for_hopper_call_the_kernel(
+    is_sharded: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "_has_kernel", lambda vocab: vocab == VOCAB)
+    arrays = arrays_of(rng, "bfloat16", 64)
+    function: Any = jax.value_and_grad(partial(linear_kl_divergence, chunk_tokens=8), (0, 1))
+    if is_sharded:
+        alone = function
+
+        def function(*arrays: Any) -> Any:
+            loss, gradients = alone(*arrays)
+            return jax.lax.pmean(loss, "data"), gradients
+
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        tokens, whole = PartitionSpec("data"), PartitionSpec()
+        specs = {"in_specs": (tokens, whole) * 2, "out_specs": (whole, (tokens, whole))}
+        function = jax.shard_map(function, mesh=mesh, **specs)
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if distillation.TARGET in line)
+    # The gradient of logits of 32 tokens is kept, and of 8 is written.
+    assert "tensor<8x52xf32>" in call
+    assert "-> (tensor<8xf32>, tensor<32x52xbf16>)" in call
+    assert "output_operand_alias" in call
+
+
 def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
     arrays = dict(zip(NAMES, arrays_of(rng, "float32", 6), strict=True))
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"weight": arrays["weight"].T}, ValueError, "weight has shape .* with the D of hidden"),
-        ({"teacher_weight": arrays["teacher_weight"][:9]}, ValueError, "has 9 rows; .* 50"),
+        ({"teacher_weight": arrays["teacher_weight"][:9]}, ValueError, "has 9 rows; .* 52"),
         ({"teacher_hidden": arrays["teacher_hidden"][:5]}, ValueError, "the tokens of hidden"),
         ({"weights": jnp.ones(5)}, ValueError, r"weights has shape \(5,\); it must be \(6,\)"),
         ({"temperature": 0.0}, ValueError, "temperature is 0"),

@@ -840,6 +840,39 @@ def decoding_cases() -> Iterator[Case]:
 
 
 @dataclass(frozen=True)
+class Divergence(Case):
+    """Rows of logits beside a teacher's, with a gradient in rows of a larger array."""
+
+    dtype: str
+    vocab: int
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Holds losses and gradients against those in float64."""
+        student, teacher = (2 * rng.normal(size=(2, 3, self.vocab))).astype(np.float32)
+        factors = np.array([0.5, 0, 2], np.float32)
+        dlogits = np.ones((5, self.vocab), DTYPES[self.dtype])
+        results = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (factors, dlogits)]
+        operands = [student, teacher, factors, np.array([1], np.int32), dlogits]
+        attributes = {"temperature": np.float64(1.5)}
+        found = call(self.target, operands, attributes, results=results, aliases={4: 1})
+        logs = []
+        for one in (student, teacher):
+            z = one.astype(np.float64) / 1.5
+            logs.append(z - np.log(np.exp(z).sum(1, keepdims=True)))
+        p = np.exp(logs[1])
+        right = dlogits.astype(np.float64)
+        right[1:4] = (np.exp(logs[0]) - p) * (factors / 1.5)[:, None]
+        hold(found, [(p * (logs[1] - logs[0])).sum(1), right], OFF[self.dtype])
+
+
+def divergence_cases() -> Iterator[Divergence]:
+    """Clusters of 1, 2 and 16 CTAs."""
+    for dtype in DTYPES:
+        for vocab in (52, 20_500, 163_900):
+            yield Divergence("kl_divergence", dtype, vocab)
+
+
+@dataclass(frozen=True)
 class Plain(Case):
     """A call of a target that no case above has, compared with its kernel for CPUs."""
 

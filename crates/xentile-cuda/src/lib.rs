@@ -2,7 +2,8 @@
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
 //! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`],
-//! [`linear_attention`], [`muon`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script compiles the kernels for every
+//! [`kl_divergence`], [`linear_attention`], [`muon`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script
+//! compiles the kernels for every
 //! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
 //! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and gets an error there that names what is missing.
@@ -30,6 +31,7 @@ mod error;
 pub mod flash_attention;
 pub mod fp8_quantize;
 pub mod fused_product;
+pub mod kl_divergence;
 mod library;
 pub mod linear_attention;
 pub mod linear_cross_entropy;

@@ -19,6 +19,7 @@ use xentile_cuda::cross_entropy::{Cotangents, Kernel, Labels, Pass, SavedLse, To
 use xentile_cuda::decode_step::{Arrays, DecodeStep, Dims, Extents};
 use xentile_cuda::fp8_quantize::{NormOperands, Normed, Operands as Fp8Operands};
 use xentile_cuda::fused_product::{Columns, DLogits, FusedProduct};
+use xentile_cuda::kl_divergence::{self, KlDivergence};
 use xentile_cuda::linear_cross_entropy::{Operands, Scratch};
 use xentile_cuda::muon::NewtonSchulz;
 use xentile_cuda::norm::{Backward, Forward, Norm, PartialSums, Weight};
@@ -536,4 +537,47 @@ fn newton_schulz_is_two_launches_or_three() {
     assert_eq!(lines, expected, "{text}");
     let text = printed_by("newton_schulz", &[("FAKE_CAPABILITY", "80")]);
     assert!(text.contains("fake 0") && !text.contains("launch"), "{text}");
+}
+
+#[test]
+#[ignore = "a test runs it, with a driver each"]
+fn diverge() {
+    println!();
+    let some = at(0x10_000);
+    let arrays = kl_divergence::Arrays {
+        student: at(0x20_000).cast(),
+        teacher: some.cast(),
+        factors: some.cast(),
+        first: some.cast(),
+        losses: some.cast(),
+        dlogits: some,
+    };
+    for (rows, vocab) in [(3, 128_256), (1024, 32_000), (0, 32_000), (2, 262_144)] {
+        let divergence = KlDivergence::new(DType::Bf16, rows, rows, vocab, 1.0).unwrap();
+        // SAFETY: the driver that plays here touches no memory.
+        match unsafe { divergence.run(at(1), arrays) } {
+            Ok(()) => println!("done"),
+            Err(error) => println!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn clusters_take_rows_by_turns() {
+    let text = printed_by("diverge", &[]);
+    for line in [
+        "launch kl_divergence_bf16_few stream 1 grid 24 block 512 shared 141440 cluster 8 first 0x20000 loads 1",
+        "launch kl_divergence_bf16_few stream 1 grid 132 block 512 shared 141440 cluster 2 first 0x20000 loads 1",
+        "launch kl_divergence_bf16_few stream 1 grid 32 block 512 shared 141440 cluster 16 first 0x20000 loads 1",
+    ] {
+        assert!(text.lines().any(|one| one == line), "{line}\n{text}");
+    }
+    assert_eq!(text.lines().filter(|line| *line == "done").count(), 4, "{text}");
+    for (variable, reason) in [
+        (("FAKE_CLUSTERS", "0"), "fake 0 has no room for a cluster that holds a row of 128256"),
+        (("FAKE_CAPABILITY", "80"), "fake 0 has compute capability 8.0; the kernel of the diverg"),
+    ] {
+        let text = printed_by("diverge", &[variable]);
+        assert!(text.contains(reason) && !text.contains("launch"), "{text}");
+    }
 }

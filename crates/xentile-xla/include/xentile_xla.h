@@ -319,6 +319,13 @@ struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda_initiali
 struct XLA_FFI_Error* xentile_fp8_quantize_rms_norm_add_transposed_cuda(
     struct XLA_FFI_CallFrame* call_frame);
 
+/* xentile_kl_divergence: Each row's divergence of softmax(student / temperature) from
+ * softmax(teacher / temperature), and in rows of dlogits from `first` on the gradient of factor
+ * * loss for student; 0 where the factor is 0. (student, teacher, factor, first, dlogits_so_far)
+ * -> (loss, dlogits). */
+struct XLA_FFI_Error* xentile_kl_divergence_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
+struct XLA_FFI_Error* xentile_kl_divergence_cuda(struct XLA_FFI_CallFrame* call_frame);
+
 /* xentile_kv_cache_append: The cache with rows of a layer's keys and values, of each sequence
  * from a position on; rows whose position is not in the cache are dropped. (keys, values,
  * new_keys, new_values, layer, position) -> (all_keys, all_values). */

@@ -21,6 +21,7 @@ mod dtype;
 mod flash_attention;
 mod fp8_quantize;
 pub mod json;
+mod kl_divergence;
 mod kv_cache;
 mod linear;
 mod linear_attention;

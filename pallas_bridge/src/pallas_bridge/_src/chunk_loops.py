@@ -27,7 +27,15 @@ def zeros(
 
     Within `shard_map` they vary over the axes that `like` varies over, as what fills them does.
     """
-    made = jnp.zeros(like.shape if shape is None else shape, dtype)
+    return _vary_as(like, jnp.zeros(like.shape if shape is None else shape, dtype))
+
+
+def empty(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns an array of any values for a loop to fill, which varies as that of `zeros` does."""
+    return _vary_as(like, jax.lax.empty(shape, dtype))
+
+
+def _vary_as(like: jax.Array, made: jax.Array) -> jax.Array:
     axes = tuple(sorted(varying_axes(jax.typeof(like) if isinstance(like, jax.Array) else like)))
     return jax.lax.pcast(made, axes, to="varying") if axes else made
 

@@ -1,19 +1,33 @@
 """Distillation by hidden states: neither model's logits are in memory at once."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from . import library
+from .bound import Bound
 from .checks import as_array, check_dtype, check_float32, promoted
-from .chunk_loops import for_each_chunk, pad_tokens, put_rows, slice_rows, zeros
+from .chunk_loops import empty, for_each_chunk, make_alike, pad_tokens, put_rows, slice_rows, zeros
 from .cross_entropy.api import cross_entropy
+from .deferred import bind_deferred, choose_if_whole, make_primitive
+from .implementations import gpus
 from .keywords import hinted
 from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
+from .operation import Operation
+from .targets import declared
 
-OPERATION = "linear_kl_divergence"
+TARGET = "xentile_kl_divergence"
+# The largest vocabulary for clusters of 8 CTAs, which every GPU with clusters runs; those of 16
+# need a Hopper GPU that is not partitioned.
+PORTABLE_VOCAB, HOPPER_MULTIPROCESSORS = 163840, 114
+# Columns of a vector of the kernel's.
+VECTOR = 4
+GEMMS = Gemms(vocab_axis=0)
 # Bytes of a chunk's logits of both models, in float32.
 CHUNK_BYTES = 1 << 30
 LEAST_TOKENS = 128
@@ -39,11 +53,12 @@ def linear_kl_divergence(
         z = hidden . weight / temperature, and so the teacher's
         loss = sum(softmax(teacher_z) * (log_softmax(teacher_z) - log_softmax(z)))     of a token
 
-    Tokens run in chunks, of which logits and their gradient are in memory. The pass that computes
-    the loss computes gradients too, where they are wanted: four GEMMs of N x D x V. Logits,
-    distributions and sums are f32; the gradient of logits is rounded once to the dtype of `hidden`,
-    to be a GEMM's operand. The teacher's operands have no gradient. XLA's program on every
-    platform, with lse by the kernel of `cross_entropy`. Reverse mode only.
+    Tokens run in chunks, of which logits are in memory. The pass that computes the loss computes
+    gradients too, where they are wanted: four GEMMs of N x D x V. Logits, distributions and sums
+    are f32; the gradient of logits is rounded once to the dtype of `hidden`, to be a GEMM's
+    operand. The teacher's operands have no gradient. On Hopper a kernel makes loss and gradient of
+    a chunk's logits in one pass, of a vocabulary that is a multiple of 4; elsewhere, and where XLA
+    shards arrays, XLA's program does, with lse by the kernel of `cross_entropy`. Reverse mode only.
 
     Args:
       hidden: [.., D], the student's, in bfloat16, float16 or float32.
@@ -56,7 +71,8 @@ def linear_kl_divergence(
         neither loss nor gradients, whatever it holds.
       reduction: "mean" (over the sum of weights; 0 where this is 0) or "sum".
       chunk_tokens: tokens of a chunk; None for as many as keep the logits of both models below
-        1 GiB.
+        1 GiB. The gradient of logits is kept for as many tokens as take so many bytes too, or for
+        all where these take no more with sums of dweight in f32, which are then not needed.
 
     Returns:
       The loss, a scalar in float32.
@@ -95,16 +111,13 @@ def linear_kl_divergence(
     count = chunk_tokens or max(CHUNK_BYTES // (8 * max(head.shape[0], 1)), LEAST_TOKENS)
     if count < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    return _loss(
-        (temperature, count),
-        rows.reshape(-1, rows.shape[-1]),
-        head,
-        factors.reshape(-1),
-        *map(
-            jax.lax.stop_gradient,
-            (teacher_rows.reshape(-1, teacher_rows.shape[-1]), teacher_head),
-        ),
-    )
+    teacher = map(jax.lax.stop_gradient, (_flat(teacher_rows), teacher_head))
+    operands = make_alike(_flat(rows), head, factors.reshape(-1), *teacher)
+    return _loss((temperature, count), *operands)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _check_shapes(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> None:
@@ -135,12 +148,31 @@ def _check_shapes(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(fixed: tuple[float, int], *operands: jax.Array) -> jax.Array:
-    loss, _ = _run(fixed, operands, has_gradients=False)
-    return loss
+    """Returns the loss, without gradients."""
+    hidden, _, factors, teacher_hidden, _ = operands
+    temperature, count, tokens = *fixed, hidden.shape[0]
+    count = _even(tokens, count)
+    arrays = pad_tokens(count, hidden, factors, teacher_hidden)
+    heads = _promoted_heads(*operands)
+
+    def body(first: Any, count: int, losses: Any) -> Any:
+        x, _, teacher_x = slice_rows(first, count, *arrays)
+        logs = (_log_softmax(z, temperature) for z in _logits(heads, x, teacher_x))
+        return put_rows((losses,), (_divergences(*logs),), first)[0]
+
+    losses = for_each_chunk(arrays[0].shape[0], count, body, zeros(arrays[1]))[:tokens]
+    return _total(losses, factors)
 
 
 def _forward(fixed: tuple[float, int], *operands: jax.Array) -> Any:
-    return _run(fixed, operands, has_gradients=True)
+    by_xla = Bound(_value_and_gradients, _run_xla, *fixed)
+    if not _has_kernel(operands[1].shape[0]):
+        return by_xla(*operands)
+    by_kernel = Bound(_value_and_gradients, _run_kernel, *fixed)
+    bound = Bound(bind_deferred, _pass, by_xla)
+    return jax.lax.platform_dependent(
+        *operands, cuda=partial(bound, call=by_kernel), default=by_xla
+    )
 
 
 def _backward(_: tuple[float, int], gradients: Any, cotangent: jax.Array) -> tuple[Any, ...]:
@@ -148,50 +180,117 @@ def _backward(_: tuple[float, int], gradients: Any, cotangent: jax.Array) -> tup
 
 
 _loss.defvjp(_forward, _backward)
+_pass = make_primitive(Operation("linear_kl_divergence", target=None), TARGET, choose_if_whole)
 
 
-def _run(
-    fixed: tuple[float, int], operands: Any, *, has_gradients: bool
+def _has_kernel(vocab: int) -> bool:
+    """Whether every GPU has the kernel for a vocabulary."""
+    devices = gpus()
+    if not (devices and library.has("cuda", TARGET)):
+        return False
+    if vocab % VECTOR or not 0 < vocab <= declared(TARGET).largest("V"):
+        return False
+    if any(getattr(one, "compute_capability", None) != "9.0" for one in devices):
+        return False
+    counts = (int(getattr(one, "core_count", HOPPER_MULTIPROCESSORS)) for one in devices)
+    return vocab <= PORTABLE_VOCAB or min(counts) >= HOPPER_MULTIPROCESSORS
+
+
+def _even(tokens: int, most: int) -> int:
+    """Returns a chunk of at most `most` tokens, for chunks as even as they can be."""
+    return max(-(-tokens // max(-(-tokens // most), 1)), 1)
+
+
+def _promoted_heads(
+    hidden: Any, weight: Any, _: Any, teacher_hidden: Any, teacher_weight: Any
+) -> tuple[jax.Array, jax.Array]:
+    return promoted(hidden, weight)[1], promoted(teacher_hidden, teacher_weight)[1]
+
+
+def _logits(heads: Any, *rows: jax.Array) -> list[jax.Array]:
+    """Returns the logits of both models, [n, V] each."""
+    return [
+        GEMMS.logits(x.astype(head.dtype), head, None) for x, head in zip(rows, heads, strict=True)
+    ]
+
+
+def _log_softmax(logits: jax.Array, temperature: float) -> jax.Array:
+    z = logits / temperature
+    # One pass over the logits; of two, the sum of exponentials would wait for the maximum.
+    _, lse = cross_entropy(z, jnp.full(z.shape[:1], IGNORED), reduction="none", return_lse=True)
+    return z - lse[:, None]
+
+
+def _divergences(student: jax.Array, teacher: jax.Array) -> jax.Array:
+    """Returns the divergence of each token, of logarithms of probabilities."""
+    p = jnp.exp(teacher)
+    # 0 * (-inf - z) = 0: a token that the teacher excludes.
+    return jnp.where(p == 0, 0, p * (teacher - student)).sum(-1)
+
+
+def _total(losses: jax.Array, factors: jax.Array) -> jax.Array:
+    return jnp.where(factors == 0, 0, losses * factors).sum()
+
+
+def _run_xla(
+    temperature: float, logits: Any, factors: jax.Array, dlogits: jax.Array, first: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns divergences of tokens, and dlogits with their rows, from `first` on, replaced."""
+    student, teacher = (_log_softmax(z, temperature) for z in logits)
+    rows = (jnp.exp(student) - jnp.exp(teacher)) * (factors / temperature)[:, None]
+    (dlogits,) = put_rows((dlogits,), (zero_rows(factors == 0, rows),), first)
+    return _divergences(student, teacher), dlogits
+
+
+def _run_kernel(
+    temperature: float, logits: Any, factors: jax.Array, dlogits: jax.Array, first: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `_run_xla` does, by the kernel (`kernels/kl_divergence.cuh`)."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (factors, dlogits)]
+    call = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases={4: 1})
+    place = jnp.asarray(first, jnp.int32).reshape(1)
+    found = call(*logits, factors, place, dlogits, temperature=np.float64(temperature))
+    losses, dlogits, _ = make_alike(*found, factors)
+    return losses, dlogits
+
+
+def _value_and_gradients(
+    run: Callable[..., Any], temperature: float, count: int, *operands: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns the loss, and the gradients of hidden [N, D], weight [V, D] and factors [N]."""
-    temperature, count = fixed
-    hidden, weight, factors, teacher_hidden, teacher_weight = operands
-    tokens, gemms = hidden.shape[0], Gemms(vocab_axis=0)
-    # Chunks of one size, as even as they can be.
-    count = max(-(-tokens // max(-(-tokens // count), 1)), 1)
-    rows, row_factors, teacher_rows = pad_tokens(count, hidden, factors, teacher_hidden)
-    _, head = promoted(hidden, weight)
-    _, teacher_head = promoted(teacher_hidden, teacher_weight)
+    hidden, weight, factors, teacher_hidden, _ = operands
+    heads, (tokens, width), vocab = _promoted_heads(*operands), hidden.shape, weight.shape[0]
+    # A token's dlogits, where a chunk has logits of both models in f32.
+    group = count * 8 // hidden.dtype.itemsize
+    if (tokens - group) * hidden.dtype.itemsize <= 4 * width:
+        group = max(tokens, 1)
+    count = _even(tokens, count)
+    group = count * -(-_even(tokens, group) // count)
+    arrays = pad_tokens(count, hidden, factors, teacher_hidden)
+    rows, all_factors, _ = arrays
+    total = rows.shape[0]
 
-    def log_softmax(x: jax.Array, head: jax.Array) -> jax.Array:
-        logits = gemms.logits(x.astype(head.dtype), head, None) / temperature
-        # One pass over the logits; of two, the sum of exponentials would wait for the maximum.
-        _, lse = cross_entropy(
-            logits, jnp.full(logits.shape[:1], IGNORED), reduction="none", return_lse=True
-        )
-        return logits - lse[:, None]
+    def run_group(first: Any, size: int, carry: Any) -> Any:
+        def run_chunk(start: Any, count: int, carry: Any) -> Any:
+            losses, dlogits = carry
+            x, factor, teacher_x = slice_rows(first + start, count, *arrays)
+            found, dlogits = run(temperature, _logits(heads, x, teacher_x), factor, dlogits, start)
+            return put_rows((losses,), (found,), first + start)[0], dlogits
 
-    def body(first: Any, count: int, carry: Any) -> Any:
-        outputs, dweight = carry
-        x, factor, teacher_x = slice_rows(first, count, rows, row_factors, teacher_rows)
-        student, teacher = log_softmax(x, head), log_softmax(teacher_x, teacher_head)
-        p = jnp.exp(teacher)
-        # 0 * (-inf - z) = 0: a token that the teacher excludes.
-        found = [jnp.where(p == 0, 0, p * (teacher - student)).sum(-1)]
-        if has_gradients:
-            masked = factor == 0
-            dlogits = (jnp.exp(student) - p) * (factor / temperature)[:, None]
-            dlogits = zero_rows(masked, dlogits).astype(hidden.dtype)
-            found.append(gemms.grad_hidden(dlogits, head, FLOAT32))
-            dweight = gemms.add_grad_weight(dweight, dlogits, zero_rows(masked, x))
-        return put_rows(outputs, found, first), dweight
+        losses, drows, dweight = carry
+        dlogits = empty(rows, (size, vocab), hidden.dtype)
+        losses, dlogits = for_each_chunk(size, count, run_chunk, (losses, dlogits))
+        x, factor = slice_rows(first, size, rows, all_factors)
+        found = GEMMS.grad_hidden(dlogits, heads[0], FLOAT32)
+        (drows,) = put_rows((drows,), (found,), first)
+        x = zero_rows(factor == 0, x)
+        if dweight is None:  # one group: nothing to add to, and one rounding
+            return losses, drows, GEMMS.grad_weight(dlogits, x, weight.dtype)
+        return losses, drows, GEMMS.add_grad_weight(dweight, dlogits, x)
 
-    outputs = (zeros(row_factors), *([zeros(rows, dtype=rows.dtype)] if has_gradients else []))
-    sums = zeros(weight) if has_gradients else None
-    carry = for_each_chunk(rows.shape[0], count, body, (outputs, sums))
-    (losses, *drows), sums = carry
+    carry = zeros(all_factors), zeros(rows, dtype=rows.dtype)
+    sums = None if 0 < total <= group else zeros(weight)
+    losses, drows, dweight = for_each_chunk(total, group, run_group, (*carry, sums))
     losses = losses[:tokens]
-    loss = jnp.where(factors == 0, 0, losses * factors).sum()
-    if sums is None:
-        return loss, ()
-    return loss, (drows[0][:tokens], sums.astype(weight.dtype), losses)
+    gradients = drows[:tokens], dweight.astype(weight.dtype), losses
+    return _total(losses, factors), gradients
