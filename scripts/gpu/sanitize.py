@@ -967,6 +967,7 @@ def main() -> int:
     ]
     if arguments.platform == "cuda":
         known += decoding_cases()
+        known += divergence_cases()
     known += plain_cases(known)
     if arguments.no_products:
         known = [case for case in known if not case.has_products]

@@ -1,11 +1,11 @@
 //! CUDA kernels for language-model training.
 //!
 //! Each operation is a file of `kernels/` in CUDA C++ and one here that launches it
-//! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`], [`fused_product`],
-//! [`kl_divergence`], [`linear_attention`], [`muon`], [`norm`], [`optimizers`], [`sample`], [`scale`](mod@scale)). The build script
-//! compiles the kernels for every
-//! architecture from Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's
-//! compiler; running needs NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
+//! ([`activation`], [`cross_entropy`], [`decode_step`], [`flash_attention`], [`fp8_quantize`],
+//! [`fused_product`], [`kl_divergence`], [`linear_attention`], [`muon`], [`norm`], [`optimizers`],
+//! [`sample`], [`scale`](mod@scale)). The build script compiles the kernels for every architecture from
+//! Ampere on and embeds the code, if the feature `kernels` is on. That needs CUDA's compiler; running needs
+//! NVIDIA's driver alone, which is opened by the first call, so that a program with this library starts on
 //! machines without a GPU too, and gets an error there that names what is missing.
 //!
 //! A launch is one call of the driver on the caller's stream: nothing is allocated and nothing waits.
