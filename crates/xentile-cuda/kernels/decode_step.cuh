@@ -470,9 +470,10 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
       for (int i = 0; i < kParts; ++i) w.load(weights[2 * i], weights[2 * i + 1]);
       if (warp == 0) {  // Merges the splits of 16 columns of a head.
-        const int part = (cta >> 3) * kSplits + (lane >> 3) * 4, column = lane & 7;
-        const float3 merged = merge_splits<kPolling, kColumns, Sizes::kPartial, Sizes::kPartialSums>(
-            packets, part, (cta & 7) * 16, column, tag);
+        const int column = lane & 7;
+        const float3 merged =
+            merge_splits<kPolling, 4, kColumns, Sizes::kPartial, Sizes::kPartialSums>(
+                packets, (cta >> 3) * kSplits, kSplits, (cta & 7) * 16, lane, column, tag);
         static_assert(kCopies == 4);
         write_packet(packets + Sizes::kAttention + (lane >> 3) * (Sizes::kQuery / 2) + 8 * cta + column,
                      pack(merged.x * merged.z, merged.y * merged.z), tag);

@@ -187,6 +187,55 @@ __device__ inline float2 poll_pair(const uint64_t* pair, uint32_t tag) {
   return make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
 }
 
+// A word of a vector without tags: 0 is one that is not there yet, so both of its elements may not be
+// +0. The first becomes -0 then.
+__device__ inline void write_word(uint32_t* to, uint32_t word) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word ? word : 0x8000u)
+               : "memory");
+}
+
+// Waits until the fours of words from kFirst on are there. Those that are not `missing` are not read
+// again.
+template <int kFirst, int kFours>
+__device__ inline void wait_for_fours(const uint32_t* const (&fours)[kFours],
+                                      uint32_t (&words)[4 * kFours], uint32_t (&missing)[kFours]) {
+  while (true) {
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = kFirst; i < kFours; ++i)
+      asm volatile(
+          "{\n"
+          ".reg .pred is_missing;\n"
+          "setp.ne.b32 is_missing, %5, 0;\n"
+          "@is_missing ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+          "}\n"
+          : "+r"(words[4 * i]), "+r"(words[4 * i + 1]), "+r"(words[4 * i + 2]),
+            "+r"(words[4 * i + 3])
+          : "l"(fours[i]), "r"(missing[i])
+          : "memory");
+#pragma unroll
+    for (int i = kFirst; i < kFours; ++i)
+      any |= missing[i] = min(min(words[4 * i], words[4 * i + 1]),
+                              min(words[4 * i + 2], words[4 * i + 3])) == 0;
+    if (__all_sync(~0u, any == 0)) return;
+  }
+}
+
+// Waits until kFours fours of words of each lane are there.
+template <Polling kPolling, int kFours>
+__device__ inline void poll_fours(const uint32_t* const (&fours)[kFours],
+                                  uint32_t (&words)[4 * kFours]) {
+  uint32_t missing[kFours];
+#pragma unroll
+  for (int i = 0; i < kFours; ++i) {
+    missing[i] = 1;
+    words[4 * i] = words[4 * i + 1] = words[4 * i + 2] = words[4 * i + 3] = 0;
+  }
+  if constexpr (kPolling == Polling::kLastFirst && kFours > 1)
+    wait_for_fours<kFours - 1>(fours, words, missing);
+  wait_for_fours<0>(fours, words, missing);
+}
+
 // sums += a b for 32 columns, of which a lane has 8 that follow each other: rows g of A are `upper`,
 // and rows g + 8 are `lower`.
 __device__ inline void multiply(float (&sums)[4], const uint4& upper, const uint4& lower,
@@ -204,8 +253,8 @@ struct Split {
 
 // `kKeys` positions are a stage: keys in its first half, values in the other.
 template <int kKeys>
-__device__ inline Split cache_split(int position, int split) {
-  const int size = (position + kSplits - 1) / kSplits;
+__device__ inline Split cache_split(int position, int split, int splits = kSplits) {
+  const int size = (position + splits - 1) / splits;
   const int start = split * size;
   const int count = max(0, min(size, position - start));
   return {start, count, (count + kKeys - 1) / kKeys};
@@ -271,6 +320,10 @@ struct RingSlot {
       parity ^= 1;
     }
   }
+
+  __device__ void advance(int count) {
+    for (slot += count; slot >= kSlots; slot -= kSlots) parity ^= 1;
+  }
 };
 
 template <int kSlots>
@@ -324,11 +377,11 @@ struct RingReader {
   // Gives a stage back once `last`, of what this warp loaded from it, is there. A load that is only
   // issued may wait behind other warps' polls until the next copy, which does not pass through
   // their queue, has replaced what it reads.
-  __device__ void release_after(uint32_t last) {
+  __device__ void release_after(uint32_t last, int warps = 1) {
     const uint32_t barrier = empty(place.slot);
     __syncwarp();
     const uint32_t zero = zero_after(last);
-    if (lane == 0) ptx::mbarrier_arrive(barrier + zero);
+    if (lane == 0) ptx::mbarrier_arrive(barrier + zero, warps);
     place.advance();
   }
 };
@@ -396,32 +449,37 @@ struct OnlineSoftmax {
 };
 
 // Merges the splits of two columns of a query head from first_column + 2 column on, of packets [part, kHead] at
-// kPartials and [part, maximum and sum] at kSums; this lane loads the four parts from `part` on.
-// Returns both sums of exponentials times values, and 1 / the sum of exponentials.
-template <Polling kPolling, int kHead, int kPartials, int kSums>
-__device__ inline float3 merge_splits(const uint64_t* packets, int part, int first_column, int column,
-                                      uint32_t tag) {
-  const uint64_t* pairs[8];
+// kPartials and [part, maximum and sum] at kSums. The head has `splits` parts from `part` on, of which this lane loads
+// kParts. Returns both sums of exponentials times values, and 1 / the sum of exponentials.
+template <Polling kPolling, int kParts, int kHead, int kPartials, int kSums>
+__device__ inline float3 merge_splits(const uint64_t* packets, int part, int splits, int first_column,
+                                      int lane, int column, uint32_t tag) {
+  const int first_part = (lane >> 3) * kParts;
+  const uint64_t* pairs[2 * kParts];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = packets + kPartials + (part + i) * kHead + first_column + 2 * column;
-    pairs[4 + i] = packets + kSums + 2 * (part + i);
+  for (int i = 0; i < kParts; ++i) {
+    const int at = part + min(first_part + i, splits - 1);
+    pairs[i] = packets + kPartials + at * kHead + first_column + 2 * column;
+    pairs[kParts + i] = packets + kSums + 2 * at;
   }
-  uint32_t words[16];
+  uint32_t words[4 * kParts];
   poll_words<kPolling>(pairs, tag, words);
-  float x[16];
+  float x[4 * kParts];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = __uint_as_float(words[i]);
-  float max = fmaxf(fmaxf(x[8], x[10]), fmaxf(x[12], x[14]));
+  for (int i = 0; i < 4 * kParts; ++i) x[i] = __uint_as_float(words[i]);
+  float max = x[2 * kParts];
+#pragma unroll
+  for (int i = 1; i < kParts; ++i) max = fmaxf(max, x[2 * kParts + 2 * i]);
   max = fmaxf(max, __shfl_xor_sync(~0u, max, 8));
   max = fmaxf(max, __shfl_xor_sync(~0u, max, 16));
   float first = 0.0f, second = 0.0f, sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float weight = ptx::ex2(x[8 + 2 * i] - max);
+  for (int i = 0; i < kParts; ++i) {
+    const float weight =
+        first_part + i < splits ? ptx::ex2(x[2 * kParts + 2 * i] - max) : 0.0f;
     first += weight * x[2 * i];
     second += weight * x[2 * i + 1];
-    sum += weight * x[9 + 2 * i];
+    sum += weight * x[2 * kParts + 1 + 2 * i];
   }
 #pragma unroll
   for (int step = 8; step < 32; step *= 2) {

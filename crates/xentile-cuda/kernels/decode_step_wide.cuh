@@ -1,19 +1,24 @@
 // A token of each of up to 8 sequences in one persistent kernel, for decoders of several sizes.
 //
 // As decode_step.cuh has it: 128 CTAs, each with rows of its own of every matrix, a ring of stages
-// of 8 rows of 1024 columns, and activations that go from CTA to CTA as packets {word, tag}. What
+// of 8 rows of 1024 columns, and activations that go from CTA to CTA without a grid barrier. What
 // differs:
 //
+// - Vectors that all CTAs read are words of two bf16 without tags, as with 8 sequences they are much
+//   of what is read: a word is 0 until it is there, and +0 travels as -0. Layers use two buffers by
+//   turns. A warp of each CTA clears its words of the last layer's once all CTAs have read them.
 // - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15
 //   the other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
 //   sequences, and lane (g, t) the sum of row g and sequence t. There are one or two such quads.
+// - Weights are in registers before activations are there, where registers have room.
 // - A lane polls the activations that it multiplies, with no copy in shared memory. Columns of B
 //   without a sequence read the last sequence's, and their results are not written.
 // - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps
 //   meet, and four lanes add up one row of a sequence. Two buffers take turns, so a block is one
 //   barrier.
 // - Rows of gate and up follow each other, so that what is inside the MLP is sent block by block.
-// - Attention: each sequence has a team of 2 to 16 warps, all of them at once.
+// - Attention: 2, 4 or 8 sequences share the 16 CTAs of a KV head, so that a CTA has a part of one
+//   of them; 3, 5, 6, 7, and long ones of 8, have a part in all 16 CTAs, and a team of warps each.
 //
 // Dimensions that are no multiples of these are filled up: packed matrices have zeros behind the
 // columns and rows of the model. A model with fewer than 8 KV heads has each of them several times,
@@ -49,6 +54,9 @@ using LlamaLarge = Dims<4096, 32, 128, 14336, false>;
 // Of 896 columns, 14 query heads, 2 KV heads, and 4864 columns inside the MLP.
 using Qwen2Small = Dims<1024, 16, 64, 5120, false, 896, 2, 7>;
 
+// The most positions of a sequence of 8 that has 2 parts; others have 16, which share the work of one long sequence.
+inline constexpr int kMostOfTwo = 2048;
+
 // Outputs of a block of rows, each of which four lanes add up.
 inline constexpr int kOutputs = kConsumers / 4;
 
@@ -78,7 +86,11 @@ struct Plan : Of {
   static constexpr int kOutBlocks = (kOutGroups + kBlock - 1) / kBlock;
   // Positions of a stage of the cache, bytes of 64 columns of them, and tiles of 16.
   static constexpr int kKeys = 4096 / Of::kHead, kHalfBytes = 128 * kKeys, kTiles = kKeys / 16;
-  // Packets in the state, behind its first 16 words of 8 bytes: [copy, sequence, ..].
+  // Copies of each vector that all CTAs read. With few sequences they poll different slices of the L2; with many,
+  // writing several takes longer.
+  static constexpr int kCopies = kQuads == 1 ? 4 : 1;
+  // In the state, behind its first 16 words of 8 bytes: vectors [parity of the tag, copy, sequence, ..] of words
+  // of 4 bytes, and packets [sequence, ..].
   static constexpr int kIn = 16;
   static constexpr int kMiddle = kIn + kCopies * kSequences * Of::kHidden / 2;
   static constexpr int kQkvAt = kMiddle + kCopies * kSequences * Of::kHidden / 2;
@@ -91,7 +103,8 @@ struct Plan : Of {
   // Shared memory of a CTA, in bytes, behind the ring.
   static constexpr int kHeadRow = Of::kHead * kGroup + 8;
   static constexpr int kRowsAt = 256;
-  static constexpr int kSquaresAt = kRowsAt + 16 * kSequences;
+  static constexpr int kPartsAt = kRowsAt + 16 * kSequences;
+  static constexpr int kSquaresAt = kPartsAt + 16 + 24 * kSequences;
   static constexpr int kSumsAt = kSquaresAt + kSequences * kWarps * 4;
   static constexpr int kHeadSumsAt = kSumsAt + 2 * kOutputs * kSumRow * 4;
   static constexpr int kMaximaAt = kHeadSumsAt + kWarps * kHeadRow * 4;
@@ -110,15 +123,56 @@ struct Plan : Of {
 struct Row {
   int token, position;
   int is_valid;
-  int unused;
+  // Parts of its positions, each of which a CTA of a KV head has.
+  int splits;
 };
+
+// A CTA's part of a sequence: cached positions, and the new one where it is the last part.
+struct alignas(8) Part {
+  int sequence, index;
+  Split cached;
+  int has_new;
+};
+
+// A CTA's parts, of each sequence at most one. All warps have the first `alone`, of a sequence that shares the CTAs of a
+// KV head with others; then each of the others has a team.
+struct alignas(16) Parts {
+  int count, alone;
+};
+
+// Splits of the positions of a sequence. They depend on its own position and the number of sequences, so that other
+// rows change no bits.
+__device__ inline int splits_of(int batch, int position) {
+  if (batch == 8) return position <= kMostOfTwo ? 2 : kSplits;
+  return batch & (batch - 1) ? kSplits : kSplits / batch;
+}
+
+// Makes the list of a CTA's parts, by one thread. Parts of all sequences are dealt out to CTAs by turns, those of 16 to
+// all of them.
+template <class P>
+__device__ inline void list_parts(const Row* rows, int batch, int cta, Parts& all, Part* parts) {
+  int count = 0, alone = 0;
+  for (int is_alone = 1; is_alone >= 0; --is_alone) {
+    int first = 0;
+    for (int s = 0; s < batch; ++s) {
+      const int splits = rows[s].splits, index = (cta - first) & (kSplits - 1);
+      first += splits;
+      if (index >= splits || (splits < kSplits || batch == 1) != is_alone) continue;
+      parts[count++] = {s, index, cache_split<P::kKeys>(rows[s].position, index, splits),
+                        index == splits - 1};
+    }
+    if (is_alone) alone = count;
+  }
+  all = {count, alone};
+}
 
 // The producer: one thread copies all stages of its CTA.
 template <class P>
-__device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, const Row* rows) {
+__device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, const Parts& all,
+                               const Part* parts) {
   const uint32_t full = ring + P::kRing * kStageBytes, empty = full + P::kRing * 8;
   const uint64_t policy = ptx::evict_first();
-  const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+  const int kv_head = blockIdx.x / kSplits;
   const auto* const packed = static_cast<const uint8_t*>(a.packed);
   const uint8_t* from = packed + blockIdx.x * size_t{kStageBytes};
   RingSlot<P::kRing> next{0, 1}, landed;
@@ -152,9 +206,9 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
   for (int layer = 0; layer < a.layers; ++layer) {
     copy_weights(P::kQkvGroups * P::kHiddenParts, P::kHiddenBytes);
 #pragma unroll 1
-    for (int s = 0; s < a.batch; ++s) {
-      const Split cached = cache_split<P::kKeys>(rows[s].position, split);
-      const int first = (layer * a.batch + s) * a.length + cached.start;
+    for (int i = 0; i < all.count; ++i) {
+      const Split cached = parts[i].cached;
+      const int first = (layer * a.batch + parts[i].sequence) * a.length + cached.start;
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) {
         fill(kStageBytes, [&](uint32_t to, uint32_t barrier) {
@@ -306,7 +360,7 @@ struct Normed {
 
   // From packets of `vector`, or from the embedding where it is null.
   __device__ void read(const Consumer<P>& w, const DecodeStepArguments& a, const void* norm,
-                       const uint64_t* vector, uint32_t tag) {
+                       const uint32_t* vector) {
     constexpr int kCount = P::kHiddenParts * P::kQuads, kAtOnce = kCount < 4 ? kCount : 4;
     // Before the packets, for which the warp waits.
     uint4 norms[P::kHiddenParts];
@@ -318,15 +372,14 @@ struct Normed {
     for (int i = 0; i < kCount; i += kAtOnce) {
       uint32_t found[4 * kAtOnce];
       if (vector) {
-        const uint64_t* pairs[2 * kAtOnce];
+        const uint32_t* fours[kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int part = (i + j) / P::kQuads, quad = (i + j) % P::kQuads;
-          pairs[2 * j] = vector + w.sequence(quad, a.batch) * (P::kHidden / 2) +
-                         w.template column<P::kHiddenParts>(part) / 2;
-          pairs[2 * j + 1] = pairs[2 * j] + 2;
+          fours[j] = vector + w.sequence(quad, a.batch) * (P::kHidden / 2) +
+                     w.template column<P::kHiddenParts>(part) / 2;
         }
-        poll_words<P::kPolling>(pairs, tag, found);
+        poll_fours<P::kPolling>(fours, found);
       } else {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
@@ -368,73 +421,123 @@ __device__ inline float norm_factor(const Consumer<P>& w, int sequence, float ep
   return rsqrtf(sum_partials(squares) * (1.0f / P::kColumns) + eps);
 }
 
-// The GEMM of groups of 8 rows: `finish(block)` runs once all warps have left a block's sums.
-template <class P, class Finish>
-__device__ inline void multiply_rows(Consumer<P>& w, const Normed<P>& x, int groups, int batch,
-                                     Finish finish) {
-#pragma unroll 1
-  for (int group = 0; group < groups; ++group) {
-    uint4 first[P::kHiddenParts], second[P::kHiddenParts];
+// Weights of this warp of kGroups groups of 8 rows of the hidden columns, loaded before the activations are there.
+template <class P, int kGroups>
+struct Weights {
+  static constexpr int kParts = P::kHiddenParts;
+  uint4 first[kGroups ? kGroups : 1][kParts], second[kGroups ? kGroups : 1][kParts];
+
+  __device__ void load(Consumer<P>& w) {
 #pragma unroll
-    for (int part = 0; part < P::kHiddenParts; ++part) {
-      if (P::kHiddenBytes < kStageBytes && w.warp * 1024 >= P::kHiddenBytes) {
-        first[part] = second[part] = make_uint4(0, 0, 0, 0);
-        w.skip();
-      } else {
-        w.load(first[part], second[part]);
+    for (int i = 0; i < kGroups; ++i)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (P::kHiddenBytes < kStageBytes && w.warp * 1024 >= P::kHiddenBytes) {
+          first[i][part] = second[i][part] = make_uint4(0, 0, 0, 0);
+          w.skip();
+        } else {
+          w.load(first[i][part], second[i][part]);
+        }
       }
-    }
-    float sums[P::kQuads][4] = {};
+  }
+
+  __device__ void multiply_by(const Normed<P>& x, int group, float (&sums)[P::kQuads][4]) const {
 #pragma unroll
-    for (int part = 0; part < P::kHiddenParts; ++part)
+    for (int part = 0; part < kParts; ++part)
 #pragma unroll
-      for (int q = 0; q < P::kQuads; ++q) multiply(sums[q], first[part], second[part], x.x[part][q]);
+      for (int q = 0; q < P::kQuads; ++q)
+        multiply(sums[q], first[group][part], second[group][part], x.x[part][q]);
+  }
+};
+
+// Groups whose weights are loaded before the activations are there, of so many: whole blocks.
+template <class P, int kGroups>
+inline constexpr int kEarly = P::kHiddenParts > 1 ? 0
+                              : kGroups <= 6     ? kGroups
+                                                 : 4;
+
+// The GEMM of groups of 8 rows, of which those of `early` are loaded: `finish(block)` runs once all warps have left a
+// block's sums.
+template <class P, int kCount, class Finish>
+__device__ inline void multiply_rows(Consumer<P>& w, const Weights<P, kCount>& early,
+                                     const Normed<P>& x, int groups, int batch, Finish finish) {
+  const auto leave = [&](int group, const float (&sums)[P::kQuads][4]) {
     w.leave(group % P::kBlock, sums, batch);
     if (group % P::kBlock == P::kBlock - 1 || group == groups - 1) {
       sync_consumers<1>();
       finish(group / P::kBlock);
       ++w.block;
     }
+  };
+#pragma unroll
+  for (int group = 0; group < kCount; ++group) {
+    float sums[P::kQuads][4] = {};
+    early.multiply_by(x, group, sums);
+    leave(group, sums);
+  }
+#pragma unroll 1
+  for (int group = kCount; group < groups; ++group) {
+    Weights<P, 1> weights;
+    weights.load(w);
+    float sums[P::kQuads][4] = {};
+    weights.multiply_by(x, 0, sums);
+    leave(group, sums);
   }
 }
 
-// The GEMM of kOutGroups groups of 8 rows of 1024 kParts columns, of packets [copy, sequence,
-// words] of which `vector` is this CTA's copy.
+// A copy [sequence, words] of a vector of so many words.
+template <class P>
+__device__ inline uint32_t* vector_of(const DecodeStepArguments& a, int vector, int words, int copy,
+                                      uint32_t tag) {
+  return reinterpret_cast<uint32_t*>(a.state + vector) +
+         ((tag & 1) * P::kCopies + copy) * (P::kSequences * words);
+}
+
+// The copy that this CTA reads.
+template <class P>
+__device__ inline int own_copy() {
+  return blockIdx.x % P::kCopies;
+}
+
+// The GEMM of kOutGroups groups of 8 rows of 1024 kParts columns, of a copy [sequence, words] of a vector.
 template <class P, int kParts, class Finish>
-__device__ inline void multiply_columns(Consumer<P>& w, const uint64_t* vector, uint32_t tag,
-                                        int batch, Finish finish) {
+__device__ inline void multiply_columns(Consumer<P>& w, const uint32_t* vector, int batch,
+                                        Finish finish) {
   // Parts whose activations are polled at once.
   constexpr int kMost = P::kQuads == 1 ? 4 : 2;
-  constexpr int kAtOnce = kParts % kMost == 0  ? kMost
-                          : kParts % 3 == 0    ? 3
-                          : kParts % 2 == 0    ? 2
+  constexpr int kAtOnce = kParts % kMost == 0   ? kMost
+                          : kParts % 3 == 0     ? 3
+                          : kParts % 2 == 0     ? 2
                           : kParts <= kMost + 1 ? kParts
-                                               : 1;
+                                                : 1;
   static_assert(kParts % kAtOnce == 0);
   float sums[P::kOutGroups][P::kQuads][4] = {};
 #pragma unroll 1
   for (int start = 0; start < kParts; start += kAtOnce) {
-    const uint64_t* pairs[2 * kAtOnce * P::kQuads];
+    const uint32_t* fours[kAtOnce * P::kQuads];
     uint32_t x[4 * kAtOnce * P::kQuads];
 #pragma unroll
-    for (int i = 0; i < kAtOnce * P::kQuads; ++i) {
-      const int part = start + i / P::kQuads;
-      pairs[2 * i] = vector + w.sequence(i % P::kQuads, batch) * (kParts * 512) +
-                     w.template column<kParts>(part) / 2;
-      pairs[2 * i + 1] = pairs[2 * i] + 2;
-    }
-    poll_words<P::kPolling>(pairs, tag, x);
+    for (int i = 0; i < kAtOnce * P::kQuads; ++i)
+      fours[i] = vector + w.sequence(i % P::kQuads, batch) * (kParts * 512) +
+                 w.template column<kParts>(start + i / P::kQuads) / 2;
+    // Few weights are loaded before the activations are there.
+    constexpr int kTotal = kAtOnce * P::kOutGroups, kFirst = kTotal <= 5 ? kTotal : 0;
+    uint4 first[kTotal], second[kTotal];
+#pragma unroll
+    for (int i = 0; i < kFirst; ++i) w.load(first[i], second[i]);
+    poll_fours<P::kPolling>(fours, x);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      uint4 first[P::kOutGroups], second[P::kOutGroups];
 #pragma unroll
-      for (int i = 0; i < P::kOutGroups; ++i) w.load(first[i], second[i]);
+      for (int i = kFirst ? P::kOutGroups : 0; i < P::kOutGroups; ++i)
+        w.load(first[j * P::kOutGroups + i], second[j * P::kOutGroups + i]);
 #pragma unroll
       for (int i = 0; i < P::kOutGroups; ++i)
 #pragma unroll
         for (int q = 0; q < P::kQuads; ++q) {
           const uint32_t* const of = x + 4 * (j * P::kQuads + q);
-          multiply(sums[i][q], first[i], second[i], make_uint4(of[0], of[1], of[2], of[3]));
+          multiply(sums[i][q], first[j * P::kOutGroups + i], second[j * P::kOutGroups + i],
+                   make_uint4(of[0], of[1], of[2], of[3]));
         }
     }
   }
@@ -481,15 +584,17 @@ __device__ inline void meet_team(int team, int warps) {
 // or the new key or value. For 64 columns two lanes have the same.
 template <class P>
 struct HeadJob {
-  static constexpr int kQuarter = P::kHead / 4;
-  int sequence, kind, l;
+  static constexpr int kQuarter = P::kHead / 4, kKinds = P::kGroup + 2;
+  int slot, sequence, kind, l;
   float2 cosine, sine;
   uint32_t norm_first = 0, norm_second = 0;
 
   // Reads all but the packets, for which the warp waits.
-  __device__ HeadJob(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int job,
-                     int kinds)
-      : sequence(job / kinds), kind(job % kinds), l(w.lane % kQuarter) {
+  __device__ HeadJob(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int job)
+      : slot(job / kKinds),
+        sequence(w.template at<Part>(P::kPartsAt + 16)[slot].sequence),
+        kind(job % kKinds),
+        l(w.lane % kQuarter) {
     const int at = w.template at<Row>(P::kRowsAt)[sequence].position * kQuarter + l;
     cosine = reinterpret_cast<const float2*>(a.cosines)[at];
     sine = reinterpret_cast<const float2*>(a.sines)[at];
@@ -533,24 +638,24 @@ struct HeadJob {
     }
     __nv_bfloat16* to;
     if (kind < P::kGroup)
-      to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (sequence * P::kGroup + kind) * P::kHead;
+      to = w.template at<__nv_bfloat16>(P::kQueriesAt) + (slot * P::kGroup + kind) * P::kHead;
     else
-      to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * sequence + kind - P::kGroup) * P::kHead;
+      to = w.template at<__nv_bfloat16>(P::kNewAt) + (2 * slot + kind - P::kGroup) * P::kHead;
     reinterpret_cast<uint32_t*>(to)[l] = pack(x[0], x[1]);
     reinterpret_cast<uint32_t*>(to)[kQuarter + l] = pack(x[2], x[3]);
   }
 };
 
-// Queries of this CTA's KV head, and in the last split the new key and value: a warp waits for two
-// at once.
+// Queries of this CTA's KV head for each of its parts, and the new key and value: a warp waits for two at once. Parts
+// without the new position have these too, and do not use them.
 template <class P>
 __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArguments& a, int layer,
-                                     int kv_head, bool has_new, uint32_t tag) {
-  const int kinds = has_new ? P::kGroup + 2 : P::kGroup, jobs = a.batch * kinds;
+                                     int kv_head, int count, uint32_t tag) {
+  const int jobs = count * HeadJob<P>::kKinds;
 #pragma unroll 1
   for (int job = w.warp; job < jobs; job += 2 * kWarps) {
-    const HeadJob<P> first(w, a, layer, job, kinds);
-    const HeadJob<P> second(w, a, layer, job + kWarps < jobs ? job + kWarps : job, kinds);
+    const HeadJob<P> first(w, a, layer, job);
+    const HeadJob<P> second(w, a, layer, job + kWarps < jobs ? job + kWarps : job);
     const uint64_t* const from[2] = {first.packets(a.state, kv_head),
                                      second.packets(a.state, kv_head)};
     const uint64_t* const pairs[4] = {from[0], from[0] + P::kHead / 2, from[1],
@@ -562,14 +667,14 @@ __device__ inline void prepare_heads(const Consumer<P>& w, const DecodeStepArgum
   }
 }
 
-// Scores of a sequence's new key, by one warp, which writes key and value into the cache too.
+// Scores of the new key of a part of sequence s, by one warp, which writes key and value into the cache too.
 template <class P>
-__device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int s,
-                               int kv_head) {
+__device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& a, int layer, int slot,
+                               int s, int kv_head) {
   const int lane = w.lane;
-  const auto* const of = w.template at<__nv_bfloat16>(P::kNewAt) + 2 * s * P::kHead;
+  const auto* const of = w.template at<__nv_bfloat16>(P::kNewAt) + 2 * slot * P::kHead;
   const auto* const queries =
-      w.template at<__nv_bfloat16>(P::kQueriesAt) + s * P::kGroup * P::kHead;
+      w.template at<__nv_bfloat16>(P::kQueriesAt) + slot * P::kGroup * P::kHead;
 #pragma unroll
   for (int h = 0; h < P::kGroup; ++h) {
     float score = 0.0f;
@@ -580,7 +685,7 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
       score += low_float(k) * low_float(q) + high_float(k) * high_float(q);
     }
     score = warp_sum(score);
-    if (lane == 0) w.template at<float>(P::kScoresAt)[s * P::kGroup + h] = score;
+    if (lane == 0) w.template at<float>(P::kScoresAt)[slot * P::kGroup + h] = score;
   }
   const Row row = w.template at<Row>(P::kRowsAt)[s];
   constexpr int kChunks = P::kHead / 8;
@@ -594,43 +699,49 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
       *reinterpret_cast<const uint4*>(of + is_value * P::kHead + 8 * (lane % kChunks));
 }
 
-// Attention over this CTA's split of the positions of each sequence, as packets of partial results.
-// Each sequence has a team of warps.
+// Attention over parts of sequences from `first` up to `stop`, as packets of partial results. Each has a team of warps.
 template <class P>
-__device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int layer,
-                              uint32_t tag) {
-  const int kv_head = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
-  const int teams = P::kQuads == 2 ? 8 : a.batch > 2 ? 4 : a.batch;
+__device__ inline void attend_by_teams(Consumer<P>& w, const DecodeStepArguments& a, int layer,
+                                       int first, int stop, int teams, uint32_t tag) {
+  const int kv_head = blockIdx.x / kSplits, lane = w.lane;
   const int warps = kWarps / teams, team = w.warp / warps, member = w.warp % warps;
-  const int lane = w.lane;
-  const bool has_new = split == kSplits - 1;
-  prepare_heads(w, a, layer, kv_head, has_new, tag);
-  sync_consumers<2>();
-  if (has_new && member == warps - 1 && team < a.batch) add_new(w, a, layer, team, kv_head);
   float* const head_sums = w.template at<float>(P::kHeadSumsAt) + team * warps * P::kHeadRow;
   float2* const maxima = w.template at<float2>(P::kMaximaAt) + team * warps * P::kGroup;
 #pragma unroll 1
-  for (int s = 0; s < a.batch; ++s) {
-    const Split cached = cache_split<P::kKeys>(w.template at<Row>(P::kRowsAt)[s].position, split);
-    if (s != team) {
+  for (int slot = first; slot < stop; ++slot) {
+    const Part of_slot = w.template at<Part>(P::kPartsAt + 16)[slot];
+    const Split cached = of_slot.cached;
+    const int s = of_slot.sequence;
+    const bool has_new = of_slot.has_new;
+    if (slot - first != team) {
 #pragma unroll 1
       for (int stage = 0; stage < cached.stages; ++stage) w.skip();
       continue;
     }
+    if (has_new && member == warps - 1) add_new(w, a, layer, slot, s, kv_head);
     Attention<P> one;
     const uint32_t queries = ptx::shared_address(w.template at<__nv_bfloat16>(P::kQueriesAt) +
-                                                 s * P::kGroup * P::kHead);
+                                                 slot * P::kGroup * P::kHead);
+    // Where there is one part, a stage is given back by the warps that have tiles of it, as all, and others do not wait
+    // for it: each has a stage of every kWarps / kTiles, which are fewer than those of the ring.
+    static_assert(kWarps / P::kTiles <= P::kRing);
+    const bool is_alone = teams == 1;
 #pragma unroll 1
     for (int stage = 0; stage < cached.stages; ++stage) {
+      int tile = (member - stage * P::kTiles) & (warps - 1);
+      if (is_alone && tile >= P::kTiles) {
+        w.place.advance();
+        continue;
+      }
       w.wait();
       uint32_t last = 0;
 #pragma unroll 1
-      for (int tile = (member - stage * P::kTiles) & (warps - 1); tile < P::kTiles; tile += warps) {
+      for (; tile < P::kTiles; tile += warps) {
         const int count = cached.count - stage * P::kKeys - 16 * tile;
         const uint32_t from = w.stage() + tile * 2048;
         if (count > 0) last |= one.add(w, queries, from, from + kStageBytes / 2, count);
       }
-      w.release_after(last);
+      w.release_after(last, is_alone ? kWarps / P::kTiles : 1);
     }
     // Warps with positions.
     const int used = min(warps, (cached.count + 15) / 16);
@@ -651,32 +762,49 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
     meet_team(team, warps);
     // Merges the warps: this thread has one head of some columns.
     const int of = lane % P::kGroup, threads = 32 * warps, thread = member * 32 + lane;
-    const float score = has_new ? w.template at<float>(P::kScoresAt)[s * P::kGroup + of] : -1e30f;
+    const float score = has_new ? w.template at<float>(P::kScoresAt)[slot * P::kGroup + of] : -1e30f;
+    // Each lane has the weights of one or two warps.
+    constexpr int kEntries = kWarps * P::kGroup / 32;
+    float2 entries[kEntries];
     float most = score;
-#pragma unroll 1
-    for (int q = 0; q < used; ++q) most = fmaxf(most, maxima[q * P::kGroup + of].x);
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+      const int at = lane + 32 * i;
+      entries[i] = at < used * P::kGroup ? maxima[at] : make_float2(-1e30f, 0.0f);
+      most = fmaxf(most, entries[i].x);
+    }
+#pragma unroll
+    for (int step = P::kGroup; step < 32; step *= 2)
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     const float new_weight = has_new ? ptx::ex2(score - most) : 0.0f;
     constexpr int kElements = P::kHead * P::kGroup, kMostElements = kElements / 64;
-    float out[kMostElements] = {}, sum = new_weight;
+    float out[kMostElements] = {}, sum = 0.0f, weights[kEntries];
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+      weights[i] = ptx::ex2(entries[i].x - most);
+      sum += weights[i] * entries[i].y;
+    }
+#pragma unroll
+    for (int step = P::kGroup; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sum += new_weight;
     if (has_new) {
       const auto* const values =
-          w.template at<__nv_bfloat16>(P::kNewAt) + (2 * s + 1) * P::kHead;
+          w.template at<__nv_bfloat16>(P::kNewAt) + (2 * slot + 1) * P::kHead;
 #pragma unroll
       for (int r = 0; r < kMostElements; ++r)
         if (const int i = thread + r * threads; i < kElements)
           out[r] = new_weight * __bfloat162float(values[i / P::kGroup]);
     }
-#pragma unroll 1
+#pragma unroll 2
     for (int q = 0; q < used; ++q) {
-      const float2 part = maxima[q * P::kGroup + of];
-      const float weight = ptx::ex2(part.x - most);
-      sum += weight * part.y;
+      const float own = kEntries > 1 && q * P::kGroup >= 32 ? weights[kEntries - 1] : weights[0];
+      const float weight = __shfl_sync(~0u, own, q * P::kGroup % 32 + of);
 #pragma unroll
       for (int r = 0; r < kMostElements; ++r)
         if (const int i = thread + r * threads; i < kElements)
           out[r] += weight * head_sums[q * P::kHeadRow + i];
     }
-    const int part = (s * P::kHeads + P::kGroup * kv_head + of) * kSplits + split;
+    const int part = (s * P::kHeads + P::kGroup * kv_head + of) * kSplits + of_slot.index;
 #pragma unroll
     for (int r = 0; r < kMostElements; ++r)
       if (const int i = thread + r * threads; i < kElements)
@@ -685,6 +813,55 @@ __device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int 
       write_packet(a.state + P::kPartialSums + 2 * part, most, tag);
       write_packet(a.state + P::kPartialSums + 2 * part + 1, sum, tag);
     }
+  }
+}
+
+// Attention over this CTA's parts of sequences. How many warps a part has depends on the number of sequences and its
+// own position alone.
+template <class P>
+__device__ inline void attend(Consumer<P>& w, const DecodeStepArguments& a, int layer,
+                              uint32_t tag) {
+  const Parts& parts = *w.template at<Parts>(P::kPartsAt);
+  const int count = parts.count, alone = parts.alone;
+  prepare_heads(w, a, layer, blockIdx.x / kSplits, count, tag);
+  sync_consumers<2>();
+#pragma unroll 1
+  for (int first = 0; first < count; first = first < alone ? alone : count) {
+    // Before sums of all warps are written again.
+    if (first != 0) sync_consumers<2>();
+    const bool is_alone = first < alone;
+    attend_by_teams(w, a, layer, first, is_alone ? alone : count, is_alone ? 1 : 4 * P::kQuads, tag);
+  }
+}
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Clears this CTA's words of all vectors of the last layer, by one warp, once all CTAs have read them, and before this
+// CTA sends its next residual: so a CTA that has that one sees no word of two layers ago.
+template <class P>
+__device__ inline void clear_vectors(const DecodeStepArguments& a, uint32_t base) {
+  const int lane = threadIdx.x % 32, cta = blockIdx.x;
+#pragma unroll 1
+  for (int layer = 0; layer < a.layers; ++layer) {
+    asm volatile("bar.sync 11, %0;" ::"n"(kConsumers + 32) : "memory");
+    const auto clear = [&](int vector, int words) {
+      const int own = words / kCtas, fours = own / 4;
+      uint32_t* const to = vector_of<P>(a, vector, words, 0, base + layer) + cta * own;
+      for (int i = lane; i < P::kCopies * P::kSequences * fours; i += 32)
+        asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %1, %1, %1};" ::"l"(
+                         to + i / fours * words + i % fours * 4),
+                     "r"(0)
+                     : "memory");
+    };
+    clear(P::kIn, P::kHidden / 2);
+    clear(P::kMiddle, P::kHidden / 2);
+    clear(P::kAttention, P::kQuery / 2);
+    clear(P::kInner, P::kMlp / 2);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("bar.arrive 12, %0;" ::"n"(kConsumers + 32) : "memory");
   }
 }
 
@@ -697,14 +874,18 @@ __device__ inline void combine(const Consumer<P>& w, const DecodeStepArguments& 
   if (s >= a.batch) return;
   const int first_column = blockIdx.x * kOwn + w.warp % kBlocks * 16;
   const int column = (lane & 7) % (kOwn / 2);
-  const int part = (s * P::kHeads + first_column / P::kHead) * kSplits + (lane >> 3) * 4;
-  const float3 merged = merge_splits<P::kPolling, P::kHead, P::kPartial, P::kPartialSums>(
-      a.state, part, first_column % P::kHead, column, tag);
-  static_assert(kCopies == 4);
-  if (column == (lane & 7))
-    write_packet(a.state + P::kAttention + ((lane >> 3) * P::kSequences + s) * (P::kQuery / 2) +
-                     first_column / 2 + column,
-                 pack(merged.x * merged.z, merged.y * merged.z), tag);
+  const int part = (s * P::kHeads + first_column / P::kHead) * kSplits;
+  const int splits = w.template at<Row>(P::kRowsAt)[s].splits;
+  const auto merge = [&](auto parts) {
+    return merge_splits<P::kPolling, decltype(parts)::value, P::kHead, P::kPartial,
+                        P::kPartialSums>(a.state, part, splits, first_column % P::kHead, lane,
+                                         column, tag);
+  };
+  const float3 merged = splits > 4 ? merge(Constant<4>()) : merge(Constant<1>());
+  if (column == (lane & 7) && (lane >> 3) < P::kCopies)
+    write_word(vector_of<P>(a, P::kAttention, P::kQuery / 2, lane >> 3, tag) +
+                   s * (P::kQuery / 2) + first_column / 2 + column,
+               pack(merged.x * merged.z, merged.y * merged.z));
 }
 
 // The largest logit of each sequence over all CTAs, and the last tag.
@@ -746,7 +927,7 @@ __device__ inline void choose(const Consumer<P>& w, const DecodeStepArguments& a
   }
   sync_consumers<2>();
   // All CTAs have read the old one: their packets are here.
-  if (threadIdx.x == 0) a.state[0] = tag;
+  if (threadIdx.x == 0) a.state[0] = tag - 1;
 }
 
 // Layer by layer, the consumers' part of a token.
@@ -757,10 +938,6 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   Consumer<P> w(shared, warp);
   const int cta = blockIdx.x, lane = w.lane;
   uint64_t* const packets = a.state;
-  // This CTA's copy of a vector of so many words.
-  const auto copy_of = [=](int vector, int words) {
-    return static_cast<const uint64_t*>(packets) + vector + cta % kCopies * (P::kSequences * words);
-  };
   const Output own = output_of<P>(warp, lane);
   const Row* const rows = w.template at<Row>(P::kRowsAt);
   const bool is_there = own.sequence < a.batch;
@@ -787,21 +964,24 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
       if (i == block) next = residual[i] += total;
     // The next row's.
     const float other = __shfl_xor_sync(~0u, next, 8);
-    if (is_there && group < P::kOutGroups && own.row % 2 == 0)
-      write_packet(packets + vector + (w.t * P::kSequences + own.sequence) * (kHidden / 2) +
-                       (cta * P::kOutGroups + group) * 4 + own.row / 2,
-                   pack(next, other), tag);
+    if (is_there && w.t < P::kCopies && group < P::kOutGroups && own.row % 2 == 0)
+      write_word(vector_of<P>(a, vector, kHidden / 2, w.t, tag) + own.sequence * (kHidden / 2) +
+                     (cta * P::kOutGroups + group) * 4 + own.row / 2,
+                 pack(next, other));
   };
 
 #pragma unroll 1
   for (int layer = 0; layer < a.layers; ++layer) {
     const uint32_t tag = base + layer + 1;
     {
+      constexpr int kGroups = P::kQkvGroups;
+      Weights<P, kEarly<P, kGroups>> early;
+      early.load(w);
       Normed<P> x;
       x.read(w, a, norms + static_cast<size_t>(layer) * P::kColumns,
-             layer == 0 ? nullptr : copy_of(P::kIn, kHidden / 2), tag - 1);
+             layer == 0 ? nullptr : vector_of<P>(a, P::kIn, kHidden / 2, own_copy<P>(), tag - 1));
       float factor = 0.0f;
-      multiply_rows(w, x, P::kQkvGroups, a.batch, [&](int block) {
+      multiply_rows(w, early, x, kGroups, a.batch, [&](int block) {
         if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
         const int group = block * P::kBlock + own.group;
         const float total = w.total();
@@ -815,38 +995,48 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
     }
     attend(w, a, layer, tag);
     combine(w, a, tag);
-    multiply_columns<P, P::kQueryParts>(w, copy_of(P::kAttention, P::kQuery / 2), tag, a.batch,
-                                        [&](int block) { add_residuals(block, P::kMiddle, tag); });
+    multiply_columns<P, P::kQueryParts>(
+        w, vector_of<P>(a, P::kAttention, P::kQuery / 2, own_copy<P>(), tag), a.batch,
+        [&](int block) { add_residuals(block, P::kMiddle, tag); });
     {
+      constexpr int kGroups = 2 * P::kMlpGroups;
+      Weights<P, kEarly<P, kGroups>> early;
+      early.load(w);
       Normed<P> x;
-      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * P::kColumns, copy_of(P::kMiddle, kHidden / 2),
-             tag);
+      x.read(w, a, mlp_norms + static_cast<size_t>(layer) * P::kColumns,
+             vector_of<P>(a, P::kMiddle, kHidden / 2, own_copy<P>(), tag));
+      asm volatile("bar.arrive 11, %0;" ::"n"(kConsumers + 32) : "memory");
       float factor = 0.0f;
       // Groups of gate and up by turns.
-      multiply_rows(w, x, 2 * P::kMlpGroups, a.batch, [&](int block) {
+      multiply_rows(w, early, x, kGroups, a.batch, [&](int block) {
         if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
         const int pair = (block * P::kBlock + own.group) / 2;
         const float gate = w.total() * factor;
         const float up = __shfl_xor_sync(~0u, gate, 4);
         const float inner = __fdividef(up * gate, 1.0f + ptx::ex2(-kLog2E * gate));
         const float next = __shfl_xor_sync(~0u, inner, 8);
-        if (is_there && pair < P::kMlpGroups && own.group % 2 == 0 && own.row % 2 == 0)
-          write_packet(packets + P::kInner + (w.t * P::kSequences + own.sequence) * (P::kMlp / 2) +
-                  (cta * P::kMlpGroups + pair) * 4 + own.row / 2,
-              pack(inner, next), tag);
+        if (is_there && w.t < P::kCopies && pair < P::kMlpGroups && own.group % 2 == 0 &&
+            own.row % 2 == 0)
+          write_word(vector_of<P>(a, P::kInner, P::kMlp / 2, w.t, tag) +
+                         own.sequence * (P::kMlp / 2) + (cta * P::kMlpGroups + pair) * 4 +
+                         own.row / 2,
+                     pack(inner, next));
       });
     }
-    multiply_columns<P, P::kMlpParts>(w, copy_of(P::kInner, P::kMlp / 2), tag, a.batch,
-                                      [&](int block) { add_residuals(block, P::kIn, tag); });
+    multiply_columns<P, P::kMlpParts>(
+        w, vector_of<P>(a, P::kInner, P::kMlp / 2, own_copy<P>(), tag), a.batch, [&](int block) {
+          if (block == 0) asm volatile("bar.sync 12, %0;" ::"n"(kConsumers + 32) : "memory");
+          add_residuals(block, P::kIn, tag);
+        });
   }
 
   Normed<P> x;
-  x.read(w, a, a.norm, copy_of(P::kIn, kHidden / 2), base + a.layers);
+  x.read(w, a, a.norm, vector_of<P>(a, P::kIn, kHidden / 2, own_copy<P>(), base + a.layers));
   float factor = 0.0f;
   Argmax best;
   const bool is_valid = rows[own.sequence].is_valid;
   const int groups = ((a.vocab + 7) / 8 - cta + kCtas - 1) / kCtas;
-  multiply_rows(w, x, groups, a.batch, [&](int block) {
+  multiply_rows(w, Weights<P, 0>(), x, groups, a.batch, [&](int block) {
     if (block == 0) factor = norm_factor(w, own.sequence, a.eps);
     const int group = block * P::kBlock + own.group;
     const int row = (group * kCtas + cta) * 8 + own.row;
@@ -865,13 +1055,18 @@ template <class P>
 __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t ring = ptx::shared_address(shared);
-  auto* const rows = reinterpret_cast<Row*>(shared + P::kRing * kStageBytes + P::kRowsAt);
+  uint8_t* const rest = shared + P::kRing * kStageBytes;
+  auto* const rows = reinterpret_cast<Row*>(rest + P::kRowsAt);
+  auto* const parts = reinterpret_cast<Parts*>(rest + P::kPartsAt);
+  auto* const list = reinterpret_cast<Part*>(rest + P::kPartsAt + 16);
   bool has_valid = false;
   for (int s = 0; s < P::kSequences; ++s) {
     const int token = s < a.batch ? a.token[s] : -1, position = s < a.batch ? a.position[s] : -1;
     const bool is_valid = token >= 0 && token < a.vocab && position >= 0 && position < a.length;
     has_valid |= is_valid;
-    if (threadIdx.x == s) rows[s] = {is_valid ? token : 0, is_valid ? position : 0, is_valid, 0};
+    if (threadIdx.x == 0)
+      rows[s] = {is_valid ? token : 0, is_valid ? position : 0, is_valid,
+                 splits_of(a.batch, is_valid ? position : 0)};
   }
   if (!has_valid) {
     const float nan = __int_as_float(0x7fffffff);
@@ -886,14 +1081,16 @@ __device__ inline void decode(const DecodeStepArguments& a, uint8_t* shared) {
   }
   if (threadIdx.x == 0) {
     init_ring<P::kRing>(ring);
+    list_parts<P>(rows, a.batch, blockIdx.x % kSplits, *parts, list);
   }
   __syncthreads();
+  const auto base = static_cast<uint32_t>(*reinterpret_cast<volatile const uint64_t*>(a.state));
   if (warp >= kWarps) {
     ptx::fewer_registers<24>();
-    if (threadIdx.x == kConsumers) produce<P>(a, ring, rows);
+    if (threadIdx.x == kConsumers) produce<P>(a, ring, *parts, list);
+    if (warp == kWarps + 1) clear_vectors<P>(a, base);
   } else {
     ptx::more_registers<112>();
-    const auto base = static_cast<uint32_t>(*reinterpret_cast<volatile const uint64_t*>(a.state));
     consume<P>(a, shared, warp, base);
   }
 }

@@ -200,13 +200,20 @@ __device__ inline uint32_t in_cta(uint32_t address, uint32_t rank) {
   return mapped;
 }
 
-// Writes 16 bytes into a CTA of the cluster, whose `barrier` counts them. Both are addresses of
+// Writes 16 or 8 bytes into a CTA of the cluster, whose `barrier` counts them. Both are addresses of
 // `in_cta`.
 __device__ inline void send(uint32_t to, float4 value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(to),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+
+__device__ inline void send(uint32_t to, uint64_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+      "l"(value), "r"(barrier)
       : "memory");
 }
 

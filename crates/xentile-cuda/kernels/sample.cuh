@@ -5,17 +5,17 @@
 //
 //   largest       of the row                                       each CTA sends its own to all
 //   z             (logit - largest) / temperature, at most 0
-//   top-k, top-p  the least z that stays, found 7 bits at a time   four times, all send to all
+//   top-k, top-p  the least z that stays                           three times, all send to all
 //   noise         of columns that stay; the largest sum            all send to the first CTA
 //
 // Messages are stores into the others' shared memory that a barrier there counts: no CTA waits for
 // more than what it reads.
 //
-// Each of the four passes over z adds up weights of columns by the next 7 bits of z. Weights are
-// integers, so that a row's token depends neither on the order of additions nor on the number of
-// CTAs. The first pass, whose columns share few bins, is part of the computation of z, and each lane
-// adds to sums of its own, so lanes of a warp do not wait for each other; in later passes, for fewer
-// columns in more bins, 8 lanes do.
+// The least z that stays is found by sums of weights of columns. Weights are integers, so that a row's token depends
+// neither on the order of additions nor on the number of CTAs. z is linear in bins, 32 coarse ones of 64 fine ones each,
+// which the computation of z fills. CTAs add up coarse ones, then the fine ones of the coarse one where sums reach what is
+// wanted, and then send each other the columns of that fine bin, of which each finds the least one that stays. Where these
+// are too many, four passes over z find it 7 bits at a time.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +44,11 @@ inline constexpr int kDigitBits = 7, kBins = 1 << kDigitBits;
 // The bits of 2^-25, and the number of floats from there to 2^7, of 32 exponents.
 inline constexpr uint32_t kLeastBits = 0x33000000, kOrders = 1u << 28;
 inline constexpr int kMaxCtas = 16;
+// Coarse bins, fine ones of each, and the most columns of a fine bin that a CTA sends.
+inline constexpr int kCoarse = 32, kFine = 64, kMostOrders = 64;
+// An order that is there, and one in the place of all where there are more than kMostOrders.
+inline constexpr uint32_t kIsThere = 1u << 31, kTooMany = ~0u;
+static_assert(kMaxCtas * kMostOrders <= kSampleThreads);
 // Bits of each of the two halves of a weight.
 inline constexpr int kHalfBits = 17;
 inline constexpr uint64_t kMostWeight = (uint64_t{1} << 2 * kHalfBits) - 1;
@@ -52,7 +57,17 @@ static_assert(kOrders == 1u << 4 * kDigitBits && kBins * 8 == kSampleThreads);
 struct Shared {
   // Sums of halves of weights: [half, bin, lane], or lane % 8.
   uint32_t sums[2][kBins * 32];
-  // Messages of the CTAs: sums of bins, of two passes by turns; the largest logit; and at the end the
+  // Messages of the CTAs: sums of coarse bins, of fine ones, and orders of columns of a fine bin.
+  uint64_t coarse_of[kMaxCtas][kCoarse];
+  alignas(16) uint64_t fine_of[kMaxCtas][kFine];
+  alignas(16) uint32_t orders_of[kMaxCtas][kMostOrders];
+  // Of this CTA.
+  alignas(16) uint32_t orders[kMostOrders];
+  uint32_t last_orders[32];
+  uint32_t order_count, last_count, found;
+  int coarse, fine, last;
+  uint64_t coarse_barrier, fine_barrier, orders_barrier;
+  // Messages of the CTAs in passes: sums of bins, of two passes by turns; the largest logit; and at the end the
   // best column with its z and the sum of exp(z). A row of bins is 4 banks longer.
   uint64_t bins_of[2][kMaxCtas][kBins + 2];
   float4 largest_of[kMaxCtas], last_of[kMaxCtas];
@@ -142,11 +157,18 @@ struct Share {
   uint32_t ctas;
   // Passes so far.
   uint32_t passes = 0;
+  // Bins of a unit of z, a power of 2.
+  float scale = 0.0f;
+  // Of the barriers of coarse bins, and of the other two of bins.
+  uint32_t coarse_parity = 0, fine_parity = 0;
 
   __device__ void init_barriers() const {
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(ptx::shared_address(&shared.bins_barriers[0]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.bins_barriers[1]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.coarse_barrier), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.fine_barrier), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.orders_barrier), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.largest_barrier), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.last_barrier), 1);
       ptx::fence_mbarrier_init();
@@ -169,58 +191,76 @@ struct Share {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
   }
 
-  // The largest of all threads of the CTA, in its first warp.
-  __device__ uint64_t largest_of_cta(uint64_t x) const {
-    x = max_of_warp(x);
-    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    return threadIdx.x < 32 ? max_of_warp(shared.of_warps[threadIdx.x]) : 0;
-  }
-
-  // The largest logit over the cluster, in order; every thread gets it. Barriers are initialised
+  // The largest and the least logit over the cluster, in order; every thread gets them. Barriers are initialised
   // by then, and after it those of all CTAs are.
-  __device__ uint32_t largest_of_row(uint32_t x) const {
-    const auto own = static_cast<uint32_t>(largest_of_cta(x));
-    expect(shared.largest_barrier, ctas * sizeof(float4));
-    ptx::cluster_wait();
-    if (threadIdx.x < ctas)
-      send(shared.largest_of[ptx::cluster_rank()], threadIdx.x,
-           make_float4(__uint_as_float(own), 0.0f, 0.0f, 0.0f), shared.largest_barrier);
-    wait(shared.largest_barrier, 0);
+  __device__ uint2 extremes_of_row(uint32_t highest, uint32_t lowest) const {
     const uint32_t lane = threadIdx.x % 32;
-    return __reduce_max_sync(~0u, lane < ctas ? __float_as_uint(shared.largest_of[lane].x) : 0);
+    highest = __reduce_max_sync(~0u, highest);
+    lowest = __reduce_min_sync(~0u, lowest);
+    if (lane == 0)
+      shared.of_warps[threadIdx.x / 32] = highest | static_cast<uint64_t>(lowest) << 32;
+    expect(shared.largest_barrier, ctas * sizeof(float4));
+    __syncthreads();
+    ptx::cluster_wait();
+    if (threadIdx.x < 32) {
+      const uint64_t both = shared.of_warps[lane];
+      highest = __reduce_max_sync(~0u, static_cast<uint32_t>(both));
+      lowest = __reduce_min_sync(~0u, static_cast<uint32_t>(both >> 32));
+      if (lane < ctas)
+        send(shared.largest_of[ptx::cluster_rank()], lane,
+             make_float4(__uint_as_float(highest), __uint_as_float(lowest), 0.0f, 0.0f),
+             shared.largest_barrier);
+    }
+    wait(shared.largest_barrier, 0);
+    const float4 of_lane = shared.largest_of[min(lane, ctas - 1)];
+    return make_uint2(__reduce_max_sync(~0u, __float_as_uint(of_lane.x)),
+                      __reduce_min_sync(~0u, __float_as_uint(of_lane.y)));
   }
 
-  // The order of the least z of the fewest columns with the largest z, of those of at least `least`,
-  // whose weights sum to at least `wanted` columns, or, of kMass, to this part of all exp(z). With
-  // `has_first` the sums of the first pass are there.
-  template <bool kMass>
-  __device__ uint32_t least_kept(uint32_t least, float wanted, bool has_first) {
-    uint32_t found = 0;
-#pragma unroll 1
-    for (int shift = kFirstShift; shift >= 0; shift -= kDigitBits) {
-      if (shift < kFirstShift) {
-        add_up<kMass>(least, found, shift);
-      } else {
-        if (!has_first) {
-          clear<kMass>();
-          for (int i = threadIdx.x; i < count; i += kSampleThreads) {
-            const uint32_t order = order_of(z[i]);
-            if (order >= least) add_first<kMass>(order, expf(z[i]));
-          }
-        }
-        add_lanes<kMass>();
+  // The order of the least z of the fewest columns with the largest z that are at least `wanted`, of which
+  // `add_first` has all.
+  __device__ uint32_t least_of_top_k(float wanted) { return find_by_bits<false>(0, wanted, true); }
+
+  // The order of the least z of the fewest columns with the largest z, of those of at least `least`, whose exp(z) sum to
+  // at least this part of all. With `has_bins` fine bins are filled.
+  __device__ uint32_t least_of_top_p(uint32_t least, float wanted, bool has_bins) {
+    if (!has_bins) {
+      clear_bins();
+      for (int i = threadIdx.x; i < count; i += kSampleThreads) {
+        const float x = z[i];
+        if (order_of(x) >= least) add_to_bin(x, expf(x));
       }
-      choose_bin<kMass>(wanted, found, shift);
-      found |= shared.digit << shift;
-      if (shared.is_found) break;
     }
-    return found;
+    if (find_by_bins(least, wanted)) return shared.found;
+    return find_by_bits<true>(least, wanted, false);
+  }
+
+  // Chooses bins for z down to `lowest`, or down to -32 where that is lower than -16.
+  __device__ void set_scale(float lowest) {
+    const float range = fminf(fmaxf(-lowest, 0x1p-20f), 16.0f);
+    scale = __uint_as_float(((127u + 10 + 127) << 23) - (__float_as_uint(range) & 0x7f800000u));
+  }
+
+  // Before the first `add_to_bin`: sums of all bins are zeros, and there are no orders.
+  __device__ void clear_bins() const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < kCoarse * kFine / kSampleThreads; ++i)
+        shared.sums[half][i * kSampleThreads + threadIdx.x] = 0;
+    if (threadIdx.x < kMostOrders) shared.orders[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.order_count = shared.last_count = 0;
+    __syncthreads();
+  }
+
+  // Adds the weight of a column to its fine bin. Below the last one weights are 0.
+  __device__ void add_to_bin(float x, float exp_x) const {
+    if (const uint32_t bin = bin_of(x); bin < kCoarse * kFine) add<true>(bin, exp_x);
   }
 
   // Before the first `add_first`: sums of all lanes are zeros.
   template <bool kMass>
-  __device__ void clear() const {
+  __device__ void clear_lanes() const {
     uint4* const all = reinterpret_cast<uint4*>(shared.sums);
 #pragma unroll
     for (int i = 0; i < (kMass ? 2 : 1) * kBins * 32 / 4 / kSampleThreads; ++i)
@@ -243,8 +283,7 @@ struct Share {
   template <bool kMass>
   __device__ void add(uint32_t at, float exp_z) const {
     if constexpr (kMass) {
-      uint64_t weight = __float2ull_rn(exp_z * static_cast<float>(kMostWeight));
-      if (weight > kMostWeight) weight = kMostWeight;
+      const uint64_t weight = weight_of(exp_z);
       const auto lower = static_cast<uint32_t>(weight) & ((1u << kHalfBits) - 1);
       const auto upper = static_cast<uint32_t>(weight >> kHalfBits);
       if (lower) atomicAdd(&shared.sums[0][at], lower);
@@ -252,6 +291,218 @@ struct Share {
     } else {
       atomicAdd(&shared.sums[0][at], 1u);
     }
+  }
+
+  __device__ uint32_t bin_of(float x) const { return __float2uint_rz(-x * scale); }
+
+  // The weight of a column, of its exp(z).
+  __device__ static uint64_t weight_of(float exp_z) {
+    const uint64_t weight = __float2ull_rn(exp_z * static_cast<float>(kMostWeight));
+    return weight > kMostWeight ? kMostWeight : weight;
+  }
+
+  // z of an order; those that have the same order as others have the same exp(z) too.
+  __device__ static float z_of(uint32_t order) {
+    return -__uint_as_float(kOrders - 1 - order + kLeastBits);
+  }
+
+  // The sum of a bin of this CTA.
+  __device__ uint64_t sum_of(int bin) const {
+    return shared.sums[0][bin] + (static_cast<uint64_t>(shared.sums[1][bin]) << kHalfBits);
+  }
+
+  // The first of kOwn bins of each lane of the first warp with which sums, from `above` on, reach `goal`, and the sum of
+  // those before it; -1 for none.
+  template <int kOwn>
+  __device__ static int choose_of_warp(const uint64_t (&own)[kOwn], uint64_t goal, uint64_t& above) {
+    uint64_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) all += own[i];
+    const int lane = threadIdx.x;
+    uint64_t before = all;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint64_t other = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += other;
+    }
+    before += above - all;
+    const bool is_chosen = before < goal && goal <= before + all;
+    int bin = lane * kOwn;
+    bool goes_on = true;
+#pragma unroll
+    for (int i = 0; i < kOwn - 1; ++i)
+      if (goes_on && before + own[i] < goal) {
+        before += own[i];
+        ++bin;
+      } else {
+        goes_on = false;
+      }
+    const uint32_t chosen = __ballot_sync(~0u, is_chosen);
+    if (chosen == 0) return -1;
+    const int from = __ffs(chosen) - 1;
+    above = __shfl_sync(~0u, before, from);
+    return __shfl_sync(~0u, bin, from);
+  }
+
+  // Finds `least_of_top_p` from filled bins, and whether it could.
+  __device__ bool find_by_bins(uint32_t least, float wanted) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto rank = ptx::cluster_rank();
+    expect(shared.coarse_barrier, ctas * sizeof(shared.coarse_of[0]));
+    __syncthreads();
+    {  // Each warp has a coarse bin.
+      static_assert(kCoarse == kWarps && kFine == 64);
+      const int bin = warp * kFine + lane;
+      const uint32_t lower =
+          __reduce_add_sync(~0u, shared.sums[0][bin] + shared.sums[0][bin + 32]);
+      const uint32_t upper =
+          __reduce_add_sync(~0u, shared.sums[1][bin] + shared.sums[1][bin + 32]);
+      const uint64_t sum = lower + (static_cast<uint64_t>(upper) << kHalfBits);
+      if (lane < ctas)
+        ptx::send(ptx::in_cta(ptx::shared_address(&shared.coarse_of[rank][warp]), lane), sum,
+                  ptx::in_cta(ptx::shared_address(&shared.coarse_barrier), lane));
+    }
+    if (warp == 0) {
+      wait(shared.coarse_barrier, coarse_parity);
+      uint64_t own[1] = {};
+      for (uint32_t cta = 0; cta < ctas; ++cta) own[0] += shared.coarse_of[cta][lane];
+      uint64_t total = own[0];
+#pragma unroll
+      for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+      const uint64_t goal = goal_of(wanted, total);
+      uint64_t above = 0;
+      const int chosen = choose_of_warp(own, goal, above);
+      if (lane == 0) {
+        shared.coarse = chosen;
+        shared.above = above;
+        shared.wanted = goal;
+      }
+    }
+    coarse_parity ^= 1;
+    __syncthreads();
+    const int coarse = shared.coarse;
+    if (coarse < 0) return false;
+    expect(shared.fine_barrier, ctas * sizeof(shared.fine_of[0]));
+    expect(shared.orders_barrier, ctas * sizeof(shared.orders_of[0]));
+    if (warp < ctas) {  // Two fine bins a lane, for a CTA each warp.
+      const int bin = coarse * kFine + 2 * lane;
+      const ulonglong2 two = make_ulonglong2(sum_of(bin), sum_of(bin + 1));
+      send(shared.fine_of[rank][2 * lane], warp, reinterpret_cast<const float4&>(two),
+           shared.fine_barrier);
+    }
+    if (warp == 0) {
+      wait(shared.fine_barrier, fine_parity);
+      uint64_t own[2] = {}, above = shared.above;
+      for (uint32_t cta = 0; cta < ctas; ++cta) {
+        own[0] += shared.fine_of[cta][2 * lane];
+        own[1] += shared.fine_of[cta][2 * lane + 1];
+      }
+      const int chosen = choose_of_warp(own, shared.wanted, above);
+      if (lane == 0) {
+        shared.fine = coarse * kFine + chosen;
+        shared.above = above;
+      }
+    }
+    __syncthreads();
+    // Orders of columns of the bin.
+    const uint32_t bin = shared.fine;
+    constexpr int kLastBins = 128;
+    if (threadIdx.x < kLastBins) shared.sums[0][threadIdx.x] = shared.sums[1][threadIdx.x] = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += kSampleThreads) {
+      const float x = z[i];
+      if (bin_of(x) != bin) continue;
+      const uint32_t order = order_of(x);
+      if (order < least) continue;
+      const uint32_t place = atomicAdd(&shared.order_count, 1u);
+      if (place < kMostOrders) shared.orders[place] = order | kIsThere;
+    }
+    __syncthreads();
+    if (warp < ctas && lane < kMostOrders / 4) {
+      float4 four = *reinterpret_cast<const float4*>(&shared.orders[4 * lane]);
+      if (shared.order_count > kMostOrders) four.x = __uint_as_float(kTooMany);
+      send(shared.orders_of[rank][4 * lane], warp, four, shared.orders_barrier);
+    }
+    wait(shared.orders_barrier, fine_parity);
+    fine_parity ^= 1;
+    const uint32_t entry = threadIdx.x < ctas * kMostOrders
+                               ? shared.orders_of[threadIdx.x / kMostOrders][threadIdx.x % kMostOrders]
+                               : 0;
+    // A bin of the bin, of all of them 128.
+    const uint32_t order = entry & ~kIsThere;
+    const float within = (-z_of(order) * scale - static_cast<float>(bin)) * kLastBins;
+    const int last = static_cast<int>(fminf(fmaxf(within, 0.0f), kLastBins - 1.0f));
+    if (entry != 0 && entry != kTooMany) add<true>(last, expf(z_of(order)));
+    if (__syncthreads_or(entry == kTooMany)) return false;
+    if (warp == 0) {
+      uint64_t own[kLastBins / 32], above = shared.above;
+#pragma unroll
+      for (int i = 0; i < kLastBins / 32; ++i)
+        own[i] = sum_of(lane * (kLastBins / 32) + i);
+      const int chosen = choose_of_warp(own, shared.wanted, above);
+      if (lane == 0) {
+        shared.last = chosen;
+        shared.above = above;
+      }
+    }
+    __syncthreads();
+    if (entry != 0 && last == shared.last) {
+      const uint32_t place = atomicAdd(&shared.last_count, 1u);
+      if (place < 32) shared.last_orders[place] = order;
+    }
+    __syncthreads();
+    const uint32_t last_count = shared.last_count;
+    if (last_count > 32) return false;
+    if (warp == 0) {
+      const bool is_there = lane < last_count;
+      const uint32_t own = is_there ? shared.last_orders[lane] : 0;
+      const uint64_t weight = is_there ? weight_of(expf(z_of(own))) : 0;
+      uint64_t sum = shared.above;
+#pragma unroll 8
+      for (int i = 0; i < 32; ++i) {
+        const uint32_t other = __shfl_sync(~0u, own, i);
+        const uint64_t added = __shfl_sync(~0u, weight, i);
+        if (other >= own) sum += added;
+      }
+      const uint32_t found =
+          __reduce_max_sync(~0u, is_there && sum >= shared.wanted ? own : 0);
+      if (lane == 0) shared.found = found;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // The weight that is wanted of a total: a part of it, 1 at least.
+  __device__ static uint64_t goal_of(float part, uint64_t total) {
+    const auto goal = static_cast<uint64_t>(ceil(static_cast<double>(part) * total));
+    return goal < 1 ? 1 : goal > total ? total : goal;
+  }
+
+  // The same, or `least_of_top_k`, by four passes over z, the first of them with `has_first` by `add_first`.
+  template <bool kMass>
+  __device__ uint32_t find_by_bits(uint32_t least, float wanted, bool has_first) {
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int shift = kFirstShift; shift >= 0; shift -= kDigitBits) {
+      if (shift < kFirstShift) {
+        add_up<kMass>(least, found, shift);
+      } else {
+        if (!has_first) {
+          __syncthreads();
+          clear_lanes<kMass>();
+          for (int i = threadIdx.x; i < count; i += kSampleThreads) {
+            const float x = z[i];
+            const uint32_t order = order_of(x);
+            if (order >= least) add_first<kMass>(order, kMass ? expf(x) : 0.0f);
+          }
+        }
+        add_lanes<kMass>();
+      }
+      choose_bin<kMass>(wanted, found, shift);
+      found |= shared.digit << shift;
+      if (shared.is_found) break;
+    }
+    return found;
   }
 
   // Adds up the sums of the first pass over lanes.
@@ -294,8 +545,7 @@ struct Share {
 
   // Less than the weight of any column of this order or a larger one; 0 where that may be none.
   __device__ static uint64_t weight_at(uint32_t order) {
-    const float z = -__uint_as_float(kOrders - 1 - order + kLeastBits);
-    return __float2ull_rd(expf(z) * (1.0f - 0x1p-16f) * static_cast<float>(kMostWeight));
+    return __float2ull_rd(expf(z_of(order)) * (1.0f - 0x1p-16f) * static_cast<float>(kMostWeight));
   }
 
   // Adds up the bins of all CTAs, and chooses the first, from the last one on, with which sums reach
@@ -346,9 +596,8 @@ struct Share {
       before -= all;
       uint64_t goal, above = 0;
       if (is_first) {
-        goal = kMass ? static_cast<uint64_t>(ceil(static_cast<double>(wanted) * total))
-                     : static_cast<uint64_t>(wanted);
-        goal = goal < 1 ? 1 : goal > total ? total : goal;
+        goal = kMass ? goal_of(wanted, total)
+                     : max(uint64_t{1}, min(static_cast<uint64_t>(wanted), total));
       } else {
         goal = shared.wanted;
         above = shared.above;
@@ -391,14 +640,31 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
   share.init_barriers();
   ptx::cluster_arrive();
 
-  uint32_t highest = 0;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < count; i += kSampleThreads) {
-    const float x = logits[i];
-    z[i] = x;
-    highest = max(highest, to_ordered(x));
+  const float temperature = fmaxf(a.options[0], 1e-30f), top_k = a.options[1];
+  const float top_p = a.options[2], min_p = a.options[3];
+  const bool has_top_k = top_k < static_cast<float>(a.vocab), has_top_p = top_p < 1.0f;
+  uint32_t highest = 0, lowest = ~0u;
+  // So many loads at once: a loop of few turns would wait for each of its last.
+  constexpr int kLoads = 10;
+#pragma unroll 1
+  for (int start = threadIdx.x; start < count; start += kLoads * kSampleThreads) {
+    float x[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const int i = start + k * kSampleThreads;
+      x[k] = i < count ? logits[i] : -INFINITY;
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const int i = start + k * kSampleThreads;
+      if (i >= count) break;
+      z[i] = x[k];
+      highest = max(highest, to_ordered(x[k]));
+      if (has_top_p) lowest = min(lowest, to_ordered(x[k]));
+    }
   }
-  const uint32_t largest = share.largest_of_row(highest);
+  const uint2 extremes = share.extremes_of_row(highest, lowest);
+  const uint32_t largest = extremes.x;
   if (largest >= to_ordered(INFINITY) || largest <= to_ordered(-INFINITY)) {
     if (rank == 0 && threadIdx.x == 0) {
       a.tokens[row] = -1;
@@ -406,9 +672,6 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
     }
     return;
   }
-  const float temperature = fmaxf(a.options[0], 1e-30f), top_k = a.options[1];
-  const float top_p = a.options[2], min_p = a.options[3];
-  const bool has_top_k = top_k < static_cast<float>(a.vocab), has_top_p = top_p < 1.0f;
   const auto to_z = [=](float logit) { return (logit - from_ordered(largest)) / temperature; };
   float sum = 0.0f;
   // Computes z, and what `use` makes of it.
@@ -423,15 +686,16 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
     }
   };
   uint32_t least = 0;
+  if (has_top_p) share.set_scale(to_z(from_ordered(extremes.y)));
   if (has_top_k) {
-    share.clear<false>();
+    share.clear_lanes<false>();
     compute_z([&](float x, float exp_x) { share.add_first<false>(order_of(x), exp_x); });
-    least = share.least_kept<false>(0, top_k, true);
-    if (has_top_p) least = share.least_kept<true>(least, top_p, false);
+    least = share.least_of_top_k(top_k);
+    if (has_top_p) least = share.least_of_top_p(least, top_p, false);
   } else if (has_top_p) {
-    share.clear<true>();
-    compute_z([&](float x, float exp_x) { share.add_first<true>(order_of(x), exp_x); });
-    least = share.least_kept<true>(0, top_p, true);
+    share.clear_bins();
+    compute_z([&](float x, float exp_x) { share.add_to_bin(x, exp_x); });
+    least = share.least_of_top_p(0, top_p, true);
   } else {
     compute_z([](float, float) {});
   }

@@ -17,5 +17,5 @@ numbers! {
     THREADS: u32 = kSampleThreads, 1024;
     MOST_COLUMNS: usize = kSampleMostColumns, 32768;
     MAX_CTAS: u32 = kSampleMaxCtas, 16;
-    SHARED_BYTES: usize = kSampleSharedBytes, 69184;
+    SHARED_BYTES: usize = kSampleSharedBytes, 86000;
 }

@@ -22,7 +22,8 @@ TARGET = "xentile_decode_step"
 # CTAs, each with rows of its own of every matrix, their warps, and the rows and columns of a stage.
 CTAS, WARPS, ROWS, COLUMNS = 128, 16, 8, 1024
 STAGE = ROWS * COLUMNS
-# Copies of each vector that all CTAs read, and splits of the positions for each KV head.
+# Copies of each vector that all CTAs read, of up to 4 sequences, and splits of the positions for
+# each KV head.
 COPIES, SPLITS = 4, 16
 # KV heads of a step, each for 16 CTAs.
 KV_HEADS = 8
@@ -272,10 +273,12 @@ def state_words(config: DecoderConfig, batch: int) -> int:
     d, q = config.hidden_size, config.heads * config.head_dim
     qkv = q + 2 * config.kv_heads * config.head_dim
     partials = SPLITS * (q + 2 * config.heads)
+    sequences = 1 if is_single else 4 if batch <= 4 else 8
     # Residuals: a word each, or for more sequences two in a word.
     residuals = 2 * d if is_single else d
-    packets = COPIES * (residuals + (q + config.mlp_size) // 2) + qkv + partials + 4 * CTAS
-    sequences = 1 if is_single else 4 if batch <= 4 else 8
+    vectors = residuals + (q + config.mlp_size) // 2
+    copies = 1 if sequences == 8 else COPIES
+    packets = copies * vectors + qkv + partials + 4 * CTAS
     return 2 * (16 + sequences * packets)
 
 
