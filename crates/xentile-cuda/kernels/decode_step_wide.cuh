@@ -10,7 +10,7 @@
 // - Sequences are columns of B. Rows 0 to 7 of A are 32 columns of a warp's 64, and rows 8 to 15
 //   the other 32; columns 2 s and 2 s + 1 of B are these columns of sequence s. So one mma has four
 //   sequences, and lane (g, t) the sum of row g and sequence t. There are one or two such quads.
-// - Weights are in registers before activations are there, where registers have room.
+// - Of few sequences weights are in registers before activations are there.
 // - A lane polls the activations that it multiplies, with no copy in shared memory. Columns of B
 //   without a sequence read the last sequence's, and their results are not written.
 // - A warp's sums go to shared memory a block of 4 / kQuads groups of rows at a time. All warps
@@ -450,11 +450,12 @@ struct Weights {
   }
 };
 
-// Groups whose weights are loaded before the activations are there, of so many: whole blocks.
+// Groups whose weights are loaded before the activations are there, of so many: whole blocks. Each is code of its own,
+// and with 8 sequences that takes longer to fetch than it saves.
 template <class P, int kGroups>
-inline constexpr int kEarly = P::kHiddenParts > 1 ? 0
-                              : kGroups <= 6     ? kGroups
-                                                 : 4;
+inline constexpr int kEarly = P::kHiddenParts > 1 || P::kQuads == 2 ? 0
+                              : kGroups <= 6                        ? kGroups
+                                                                    : 4;
 
 // The GEMM of groups of 8 rows, of which those of `early` are loaded: `finish(block)` runs once all warps have left a
 // block's sums.
