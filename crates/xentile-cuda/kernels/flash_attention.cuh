@@ -300,7 +300,7 @@ struct Rows {
                    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                    : "r"(at(row + of, vector))
                    : "memory");
-      *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of) * apart + vector * kLength) = value;
+      ptx::store_vector(to + static_cast<int64_t>(of) * apart + vector * kLength, value);
     }
   }
 };
