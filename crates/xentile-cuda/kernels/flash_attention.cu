@@ -45,21 +45,22 @@ FLASH_ATTENTION_ANYWHERE(f16, __half)
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#define FLASH_ATTENTION_FORWARD(columns, dtype, ...)                                            \
+#define FLASH_ATTENTION_FORWARD(name, ...)                                                     \
   extern "C" __global__ void __launch_bounds__(kAttentionForwardThreads, 1)                      \
-      flash_attention_forward_##columns##_hopper_##dtype(                                       \
-          const __grid_constant__ FlashAttentionForwardArguments all) {                         \
+      flash_attention_forward_##name(const __grid_constant__ FlashAttentionForwardArguments all) { \
     attention::hopper::Forward<__VA_ARGS__>::run(all);                                          \
   }
 
-#define FLASH_ATTENTION_FORWARD_OF(dtype, E)       \
-  FLASH_ATTENTION_FORWARD(64, dtype, E, 64)        \
-  FLASH_ATTENTION_FORWARD(128, dtype, E, 128)      \
-  FLASH_ATTENTION_FORWARD(192, dtype, E, 192, 128) \
-  FLASH_ATTENTION_FORWARD(256, dtype, E, 256)
+#define FLASH_ATTENTION_FORWARD_OF(dtype, E, is_bent)                \
+  FLASH_ATTENTION_FORWARD(64_##dtype, E, 64, 64, is_bent)            \
+  FLASH_ATTENTION_FORWARD(128_##dtype, E, 128, 128, is_bent)         \
+  FLASH_ATTENTION_FORWARD(192_##dtype, E, 192, 128, is_bent)         \
+  FLASH_ATTENTION_FORWARD(256_##dtype, E, 256, 256, is_bent)
 
-FLASH_ATTENTION_FORWARD_OF(bf16, __nv_bfloat16)
-FLASH_ATTENTION_FORWARD_OF(f16, __half)
+FLASH_ATTENTION_FORWARD_OF(hopper_bf16, __nv_bfloat16, false)
+FLASH_ATTENTION_FORWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)
+FLASH_ATTENTION_FORWARD_OF(hopper_f16, __half, false)
+FLASH_ATTENTION_FORWARD_OF(hopper_bent_f16, __half, true)
 
 #define FLASH_ATTENTION_BACKWARD(name, Bytes, ...)                                          \
   extern "C" __global__ void __launch_bounds__(kAttentionBackwardThreads, 1)                \

@@ -264,9 +264,11 @@ struct Rows {
   }
 
   // Writes the warp's 16 rows of a strip's sums, times a factor for each half, to shared memory and from there to
-  // `to`, with a stride of `apart`; only `count` rows exist. No other warp reads these rows.
-  __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1,
-                        int row, E* to, int columns, int apart, int64_t count) const {
+  // `to`, with a stride of `apart`; only `count` rows exist. No other warp reads these rows. `release` runs once they
+  // have left shared memory, before the last are stored.
+  template <class Release>
+  __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1, int row, E* to,
+                        int columns, int apart, int64_t count, const Release& release) const {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -291,17 +293,32 @@ struct Rows {
                    : "memory");
     }
     __syncwarp();
+    // Of as many vectors at a time as leave registers for sums.
+    constexpr int kOwn = 16 * kVectors / 32, kAtOnce = kOwn < 8 ? kOwn : 8;
 #pragma unroll
-    for (int i = lane; i < 16 * kVectors; i += 32) {
-      const int vector = i % kVectors, of = i / kVectors;
-      if (vector * kLength >= columns || of >= count) continue;
-      uint4 value;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(at(row + of, vector))
-                   : "memory");
-      ptx::store_vector(to + static_cast<int64_t>(of) * apart + vector * kLength, value);
+    for (int first = 0; first < kOwn; first += kAtOnce) {
+      uint4 values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int own = lane + 32 * (first + i);
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(values[i].x), "=r"(values[i].y), "=r"(values[i].z), "=r"(values[i].w)
+                     : "r"(at(row + own / kVectors, own % kVectors))
+                     : "memory");
+      }
+      if (first + kAtOnce == kOwn) release();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int own = lane + 32 * (first + i), vector = own % kVectors, of = own / kVectors;
+        if (vector * kLength >= columns || of >= count) continue;
+        ptx::store_vector(to + static_cast<int64_t>(of) * apart + vector * kLength, values[i]);
+      }
     }
+  }
+
+  __device__ void store(const float (&sums)[kColumns / 8][4], float factor_0, float factor_1, int row, E* to,
+                        int columns, int apart, int64_t count) const {
+    store(sums, factor_0, factor_1, row, to, columns, apart, count, [] {});
   }
 };
 

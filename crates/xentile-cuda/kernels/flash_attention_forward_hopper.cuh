@@ -35,8 +35,8 @@ namespace hopper {
 
 static_assert(kAttentionForwardThreads == (kAttentionForwardQueries / kStrip + 1) * kWarpgroup);
 
-// Of q and k with kColumns columns, and v with kValueColumns.
-template <class E, int kColumns, int kValueColumns = kColumns>
+// Of q and k with kColumns columns, and v with kValueColumns. Unless kIsBent, logits are products times a factor above 0.
+template <class E, int kColumns, int kValueColumns, bool kIsBent>
 struct Forward {
   static constexpr bool kIsWide = kColumns == 256;
   static constexpr int kRows = kAttentionForwardQueries, kConsumers = kRows / kStrip;
@@ -325,6 +325,17 @@ struct Forward {
       }
     }
 
+    // Makes probabilities of a tile's products, and leaves its keys.
+    __device__ void weigh_tile(float (&kept)[2], const Note& note, Turn<kStages>& of_keys) {
+      settle<E>(products);
+      // `is_bent` always holds here; without the branch, kernels for 256 columns spill.
+      if (kIsBent && bend.is_bent) bend_all<E>(bend, products);
+      mask(note, of_keys.stage);
+      release(shared.k_empty[of_keys.stage]);
+      of_keys.next();
+      weigh(kept);
+    }
+
     __device__ void pack() {
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
@@ -375,13 +386,8 @@ struct Forward {
         multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.stage));
         end_turn();
         wait<E, 0>();
-        settle<E>(products);
-        if (bend.is_bent) bend_all<E>(bend, products);
-        mask(note, of_keys.stage);
-        release(shared.k_empty[of_keys.stage]);
-        of_keys.next();
         float kept[2];
-        weigh(kept);
+        weigh_tile(kept, note, of_keys);
         pack();
         while (!note.is_last) {
           const Values v = of.values(of_values.stage);
@@ -394,12 +400,7 @@ struct Forward {
           multiply_along<kKeys>(sums, p, v);
           end_turn();
           wait<E, 1>();
-          settle<E>(products);
-          if (bend.is_bent) bend_all<E>(bend, products);
-          mask(next, of_keys.stage);
-          release(shared.k_empty[of_keys.stage]);
-          of_keys.next();
-          weigh(kept);
+          weigh_tile(kept, next, of_keys);
           wait<E, 0>();
           settle<E>(sums);
           release(shared.v_empty[of_values.stage]);
@@ -420,15 +421,14 @@ struct Forward {
         settle<E>(sums);
         release(shared.v_empty[of_values.stage]);
         of_values.next();
-        finish(work, q);
-        release(shared.q_empty[of_queries.stage]);
+        finish(work, q, shared.q_empty[of_queries.stage]);
         of_queries.next();
       }
       // So that nobody's turn is left over.
       if (strip == 0) take_turn();
     }
 
-    __device__ void finish(const Work& work, const Queries& q) {
+    __device__ void finish(const Work& work, const Queries& q, uint64_t& q_empty) {
       const int lane = threadIdx.x % 32;
       const float sink = a.sinks == nullptr ? -infinity() : a.sinks[work.head] * kLog2E;
       const int64_t left = a.queries - work.first;
@@ -452,8 +452,11 @@ struct Forward {
                          (work.first + row) * static_cast<int64_t>(a.q_row);
       Rows<E, kValueColumns, kRows>{q.base}.store(sums, inverse[0], inverse[1], row,
                                                   static_cast<E*>(a.o) + to * a.value_width, a.value_width,
-                                                  a.q_row * a.value_width, left - row);
-      ptx::fence_async_shared();
+                                                  a.q_row * a.value_width, left - row, [&] {
+                                                    // Before global stores, which the fence would wait for.
+                                                    ptx::fence_async_shared();
+                                                    release(q_empty);
+                                                  });
     }
   };
 

@@ -48,7 +48,11 @@ impl Attention {
         let walk = self.blocks_of_cta(multiprocessors);
         let ctas = self.blocks_of_queries(FORWARD_QUERIES * walk);
         Step {
-            name: format!("flash_attention_forward_{columns}_hopper_{}", self.dtype),
+            name: format!(
+                "flash_attention_forward_{columns}_hopper{}_{}",
+                self.bent_suffix(),
+                self.dtype
+            ),
             ctas,
             threads: FORWARD_THREADS,
             shared_bytes: u32::try_from(elements * 2).expect("fits a CTA"),
@@ -60,7 +64,7 @@ impl Attention {
     pub(super) fn gradients_on_hopper(&self) -> Vec<Step> {
         let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BACKWARD_ROWS));
         let of_queries = self.blocks_of_queries(BACKWARD_ROWS);
-        let bent = if self.is_bent() { "_bent" } else { "" };
+        let bent = self.bent_suffix();
         let step = |name: &str, ctas, shared_bytes| Step {
             name: format!("flash_attention_{name}_hopper{bent}_{}", self.dtype),
             ctas,
@@ -100,7 +104,7 @@ impl Attention {
     /// The kernels of the backward pass in five GEMMs but that of sinks: what comes before that, and after.
     pub(super) fn gradients_in_one(&self) -> (Step, Vec<Step>) {
         let columns = self.padded_columns();
-        let bent = if self.is_bent() { "_bent" } else { "" };
+        let bent = self.bent_suffix();
         let step = |name: &str, ctas, threads, shared_bytes| Step {
             name: format!("flash_attention_{name}_{}", self.dtype),
             ctas,
@@ -172,9 +176,10 @@ impl Attention {
         })
     }
 
-    /// Whether logits are more than products times a factor above 0.
-    fn is_bent(&self) -> bool {
-        self.options.softcap.is_some() || self.options.scale as f32 <= 0.0
+    /// What names of kernels have where logits are more than products times a factor above 0.
+    fn bent_suffix(&self) -> &'static str {
+        let is_bent = self.options.softcap.is_some() || self.options.scale as f32 <= 0.0;
+        if is_bent { "_bent" } else { "" }
     }
 
     /// The most blocks of a head that a CTA of the forward pass has. By measurement: walking hides the beginnings
@@ -346,6 +351,7 @@ mod tests {
             [named("keys_128_hopper", 6, 384, 192), named("queries_128_hopper", 48, 384, 192)];
         assert_eq!(of(72, 0.1, Pass::Backward), [before.to_vec(), expected.to_vec()].concat());
         assert_eq!(of(192, 0.1, Pass::Forward), [named("forward_192_hopper", 48, 384, 208)]);
+        assert_eq!(of(192, 0.0, Pass::Forward), [named("forward_192_hopper_bent", 48, 384, 208)]);
         let expected = [
             named("keys_192_hopper", 6, 384, 208),
             named("values_192_hopper", 6, 384, 208),
