@@ -33,14 +33,15 @@ struct Decoder {
     names: [&'static str; 2],
     shared_bytes: [u32; 2],
     state_words: [usize; 2],
-    /// Copies in flight of a CTA, and the least clocks between two: measured on an H200 for the two smallest decoders;
-    /// closer together for larger ones, which exchange activations a smaller part of the time.
+    /// Copies in flight of a CTA, and the least clocks between two, for up to 6 sequences and for more: measured on an
+    /// H200 for the two smallest decoders; closer together for larger ones, which exchange activations a smaller part of
+    /// the time.
     in_flight: i32,
-    pace: i32,
+    pace: [i32; 2],
 }
 
 macro_rules! decoder {
-    ($name:literal, $kernel:literal, $dims:expr, $in_flight:literal, $pace:literal, $stages:ident,
+    ($name:literal, $kernel:literal, $dims:expr, $in_flight:literal, $pace:expr, $stages:ident,
      $shared_4:ident, $shared_8:ident, $state_4:ident, $state_8:ident) => {
         Decoder {
             name: $name,
@@ -82,7 +83,7 @@ const DECODERS: &[Decoder] = &[
         "qwen3_small",
         dims(1024, 16, 128, 3072, true),
         3,
-        1000,
+        [1000, 0],
         QWEN3_SMALL_LAYER_STAGES,
         QWEN3_SMALL_SHARED_BYTES_4,
         QWEN3_SMALL_SHARED_BYTES_8,
@@ -94,7 +95,7 @@ const DECODERS: &[Decoder] = &[
         "qwen3_medium",
         dims(2048, 16, 128, 6144, true),
         4,
-        900,
+        [900; 2],
         QWEN3_MEDIUM_LAYER_STAGES,
         QWEN3_MEDIUM_SHARED_BYTES_4,
         QWEN3_MEDIUM_SHARED_BYTES_8,
@@ -106,7 +107,7 @@ const DECODERS: &[Decoder] = &[
         "llama_small",
         dims(2048, 32, 64, 8192, false),
         4,
-        900,
+        [900; 2],
         LLAMA_SMALL_LAYER_STAGES,
         LLAMA_SMALL_SHARED_BYTES_4,
         LLAMA_SMALL_SHARED_BYTES_8,
@@ -118,7 +119,7 @@ const DECODERS: &[Decoder] = &[
         "qwen3_large",
         dims(4096, 32, 128, 12288, true),
         6,
-        800,
+        [800; 2],
         QWEN3_LARGE_LAYER_STAGES,
         QWEN3_LARGE_SHARED_BYTES_4,
         QWEN3_LARGE_SHARED_BYTES_8,
@@ -130,7 +131,7 @@ const DECODERS: &[Decoder] = &[
         "llama_large",
         dims(4096, 32, 128, 14336, false),
         6,
-        800,
+        [800; 2],
         LLAMA_LARGE_LAYER_STAGES,
         LLAMA_LARGE_SHARED_BYTES_4,
         LLAMA_LARGE_SHARED_BYTES_8,
@@ -142,7 +143,7 @@ const DECODERS: &[Decoder] = &[
         "qwen2_small",
         QWEN2_SMALL,
         3,
-        900,
+        [900; 2],
         QWEN2_SMALL_LAYER_STAGES,
         QWEN2_SMALL_SHARED_BYTES_4,
         QWEN2_SMALL_SHARED_BYTES_8,
@@ -366,7 +367,7 @@ impl DecodeStep {
             length: self.length,
             eps: self.eps,
             in_flight: self.decoder.in_flight,
-            pace: self.decoder.pace,
+            pace: self.decoder.pace[usize::from(self.batch > 6)],
             batch: self.batch,
         };
         // SAFETY: passed on from this function's contract.
