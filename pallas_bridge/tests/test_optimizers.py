@@ -449,7 +449,8 @@ def test_newton_schulz_by_kernels_is_by_xla(
         np.asarray(jax.jit(partial(one, muon.COEFFICIENTS))(x), np.float32)
         for one in (newton_schulz.kernel, newton_schulz.dense)
     )
-    assert np.abs(got - right).max() < np.abs(right).max() / 64
+    # Both round A to bfloat16, of sums in two orders, and its square doubles the difference.
+    assert np.abs(got - right).max() < np.abs(right).max() / 32
     np.testing.assert_array_equal(got, np.swapaxes(got, -1, -2))
 
 

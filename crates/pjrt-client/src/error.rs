@@ -442,7 +442,7 @@ mod tests {
         let error = || Error::reported(Code::ResourceExhausted, "Out of memory".into(), "PJRT_F");
         assert_eq!(
             error().to_string(),
-            "PJRT_F: out of device memory: the requested size is not reported; how much there is \
+            "PJRT_F: out of device memory: the requested size is not reported; the available size \
              is not reported: RESOURCE_EXHAUSTED: Out of memory"
         );
         let stats = MemoryStats {

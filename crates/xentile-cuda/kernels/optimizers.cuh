@@ -17,10 +17,10 @@
 
 namespace xentile {
 
-// Arrays of a launch, threads of a CTA, and CTAs of a multiprocessor, which hide what waits.
+// Arrays of a launch, threads of a CTA, and entries of a CTA's tile.
 inline constexpr uint32_t kOptimizerArrays = 256;
 inline constexpr uint32_t kOptimizerThreads = 256;
-inline constexpr uint32_t kOptimizerCtas = 4;
+inline constexpr uint32_t kOptimizerTile = 8192;
 
 // Mirrored by `Array` in src/optimizers.rs.
 struct OptimizerArray {
@@ -40,7 +40,7 @@ struct OptimizerArguments {
   const int32_t* scalars;
   const int32_t* leaves;  // of each array: twice its number in the tree, and whether it decays
   uint32_t arrays;
-  uint32_t tile;  // entries of a CTA, a multiple of 2048
+  uint32_t unused;
   OptimizerArray array[256];
 };
 
@@ -493,8 +493,8 @@ __device__ inline void adamw(const OptimizerArguments& a) {
   const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
   const uint32_t leaf = static_cast<uint32_t>(a.leaves[index]);
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * a.tile;
-  const int64_t size = array.size, end = min(tile + int64_t{a.tile}, size);
+  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
+  const int64_t size = array.size, end = min(tile + int64_t{kOptimizerTile}, size);
   for (int64_t begin = tile + warp * 256; begin < end; begin += kOptimizerThreads * 8) {
     const int64_t first = begin + (kInRow ? 8 : 4) * lane;
     const int64_t second = first + (kInRow ? 4 : 128);

@@ -30,7 +30,7 @@ mirror! {
         scalars: *const i32,
         leaves: *const i32,
         arrays: u32,
-        tile: u32,
+        unused: u32,
         array: [Array; 256],
     }
 }
@@ -38,12 +38,8 @@ mirror! {
 numbers! {
     ARRAYS: u32 = kOptimizerArrays, 256;
     THREADS: u32 = kOptimizerThreads, 256;
+    TILE: u32 = kOptimizerTile, 8192;
 }
-
-/// Entries of a CTA: the most of which there are enough tiles to keep all multiprocessors busy to the end. Each CTA
-/// loads a table.
-const TILES: [usize; 4] = [65_536, 32_768, 16_384, 8192];
-const ENOUGH: usize = 4096;
 
 impl Array {
     const NONE: Self = Self {
@@ -160,20 +156,17 @@ fn arguments(
     parameters: &[Parameter],
 ) -> Result<(Box<Arguments>, u32)> {
     let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
-    let all = parameters.iter().fold(0_usize, |sum, one| sum.saturating_add(one.size));
-    let [.., least] = TILES;
-    let tile = TILES.into_iter().find(|tile| all / tile >= ENOUGH).unwrap_or(least);
     let mut table = Box::new(Arguments {
         scalars,
         leaves,
         arrays: parameters.len() as u32,
-        tile: tile as u32,
+        unused: 0,
         array: [Array::NONE; 256],
     });
     let mut tiles = 0_u64;
     for (row, one) in table.array.iter_mut().zip(parameters) {
         *row = array(one, u32::try_from(tiles).map_err(|_| too_many(parameters.len(), largest))?)?;
-        tiles += one.size.div_ceil(tile) as u64;
+        tiles += one.size.div_ceil(TILE as usize) as u64;
     }
     // The grid's largest extent.
     let tiles = u32::try_from(tiles).ok().filter(|&tiles| tiles <= i32::MAX.cast_unsigned());
@@ -243,9 +236,7 @@ mod tests {
         assert_eq!(tiles, 4);
         let first: Vec<_> = table.array[..4].iter().map(|row| row.first_tile).collect();
         assert_eq!(first, [0, 1, 1, 2]);
-        assert_eq!((table.array[0].block_log2, table.tile), (6, 8192));
-        let (table, tiles) = arguments(null, null, &[quantized(1 << 28, 256)]).unwrap();
-        assert_eq!((table.tile, tiles), (65_536, 4096));
+        assert_eq!(table.array[0].block_log2, 6);
     }
 
     #[test]

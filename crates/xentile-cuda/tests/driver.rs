@@ -414,7 +414,7 @@ fn all_ctas_of_a_token_run_at_once() {
         "done",
         "`keys` is at 0x20008; it must be at a multiple of 16",
         "tensor 0x40000 dtype 9 extents 512 163840 stride 1024 box 64 64",
-        "launch decode_step_llama_small_8 stream 1 grid 128 block 640 shared 225792 cluster 1 first 0x40000 loads \
+        "launch decode_step_llama_small_8 stream 1 grid 128 block 640 shared 226000 cluster 1 first 0x40000 loads \
          2 cooperative",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
@@ -459,15 +459,15 @@ fn draw() {
 fn a_cluster_draws_the_token_of_a_row() {
     let text = printed_by("draw", &[]);
     for line in [
-        "launch sample stream 1 grid 48 block 1024 shared 107096 cluster 16 first 0x20000 loads 1",
-        "launch sample stream 1 grid 4 block 1024 shared 73284 cluster 2 first 0x20000 loads 1",
+        "launch sample stream 1 grid 48 block 1024 shared 123912 cluster 16 first 0x20000 loads 1",
+        "launch sample stream 1 grid 4 block 1024 shared 90100 cluster 2 first 0x20000 loads 1",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }
     assert_eq!(text.lines().filter(|line| *line == "done").count(), 3, "{text}");
     let text = printed_by("draw", &[("FAKE_CLUSTERS", "0")]);
     let line =
-        "launch sample stream 1 grid 24 block 1024 shared 145008 cluster 8 first 0x20000 loads 1";
+        "launch sample stream 1 grid 24 block 1024 shared 161824 cluster 8 first 0x20000 loads 1";
     assert!(text.lines().any(|one| one == line), "{text}");
     let text = printed_by("draw", &[("FAKE_CAPABILITY", "80")]);
     let reason =

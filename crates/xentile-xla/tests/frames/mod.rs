@@ -253,7 +253,8 @@ impl Made {
         let bound = declaration.bounds.iter().find(|bound| bound.0 == name);
         let extent = match bound {
             Some((_, times, of)) => {
-                let most = of.parse().unwrap_or_else(|_| self.extents[*of] as usize);
+                let most =
+                    of.parse().unwrap_or_else(|_| self.extent(declaration, of, choose) as usize);
                 choose(Choice::Free, most / times + 1) as i64
             }
             None if is_bytes(declaration, name) => [1 << 18, 1000, 0][choose(Choice::Value, 3)],

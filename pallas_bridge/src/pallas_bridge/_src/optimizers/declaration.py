@@ -13,8 +13,8 @@ LION_8BIT = Operation(
 )
 MUON = Operation(
     "muon",
-    target=None,
+    "xentile_newton_schulz",
     implementations=("reference",),
     notes=(("cuda", "Newton-Schulz products of large matrices have kernels on Hopper"),),
-    without=tuple((platform, BY_XLA) for platform in ("cpu", "cuda", "tpu")),
+    without=tuple((platform, BY_XLA) for platform in ("cpu", "tpu")),
 )
