@@ -250,7 +250,12 @@ def resolve(options: Options) -> Config:
         ("dtype", options.dtype, DTYPES),
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
-        ("remat", re.sub(r"^selective:[1-9]\d*$", LAST, options.remat), REMAT_CHOICES),
+        # The letter N itself is no number of blocks.
+        (
+            "remat",
+            re.sub(r"^selective:([1-9][0-9]*|(N))$", rf"{LAST}\2", options.remat),
+            REMAT_CHOICES,
+        ),
         ("layer_loop", options.layer_loop, LOOP_CHOICES),
         ("sequence_parallel", options.sequence_parallel, ("on", "off")),
     ):

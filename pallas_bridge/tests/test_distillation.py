@@ -98,6 +98,9 @@ def test_tokens_of_weight_0_change_nothing(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(one, other)
     nothing = linear_kl_divergence(*arrays, weights=jnp.zeros(6))
     assert nothing == 0
+    # A weight that is 0 has a loss beside it, unless that is not finite.
+    by_weights = jax.grad(lambda factors: linear_kl_divergence(*lost, weights=factors))(factors)
+    assert np.isfinite(by_weights).all()
 
 
 def test_the_same_model_teaches_nothing(rng: np.random.Generator) -> None:
@@ -152,6 +155,7 @@ def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
         ({"reduction": "none"}, ValueError, "it must be 'mean' or 'sum'"),
         ({"hidden": jnp.ones((6, 8), int)}, TypeError, "hidden has dtype int32"),
         ({"chunk_tokens": -1}, ValueError, "chunk_tokens is -1"),
+        ({"chunk_tokens": 0}, ValueError, "chunk_tokens is 0"),
     ]
     for wrong, error, message in cases:
         with pytest.raises(error, match=message):

@@ -454,6 +454,12 @@ def test_newton_schulz_by_kernels_is_by_xla(
     np.testing.assert_array_equal(got, np.swapaxes(got, -1, -2))
 
 
+def test_the_polynomial_of_an_identity_is_rounded_once() -> None:
+    got = newton_schulz.dense(muon.COEFFICIENTS, jnp.eye(64, 96, dtype=jnp.bfloat16))
+    right = jnp.bfloat16(sum(muon.COEFFICIENTS)) * jnp.eye(64, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(got, right)
+
+
 @pytest.mark.parametrize("applies", [False, True])
 def test_muon_is_that_of_optax(rng: np.random.Generator, applies: bool) -> None:
     params = tree(rng)

@@ -162,7 +162,8 @@ def test_tokens_that_add_nothing_have_no_gradient(rng: np.random.Generator) -> N
 @pytest.mark.parametrize("names", [("softcap", "temperature"), ("temperature",)], ids="-".join)
 def test_softcap_and_temperature(names: tuple[str, ...], rng: np.random.Generator) -> None:
     hidden, weight, bias = draw(rng)
-    numbers = {"softcap": 3.0, "temperature": 0.7}
+    # An integer beside a traced scalar, too.
+    numbers: dict[str, float] = {"softcap": 3, "temperature": 0.7}
     given = {name: jnp.float32(numbers[name]) for name in names}
     others = {**NUMBERS, **{name: numbers[name] for name in numbers.keys() - given.keys()}}
     columns = jnp.maximum(LABELS, 0)[..., None]

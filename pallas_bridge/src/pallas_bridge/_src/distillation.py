@@ -18,6 +18,7 @@ from .deferred import bind_deferred, choose_if_whole, make_primitive
 from .implementations import gpus
 from .keywords import hinted
 from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
+from .losses.reduction import countable
 from .operation import Operation
 from .targets import declared
 
@@ -108,7 +109,8 @@ def linear_kl_divergence(
     if reduction == "mean":
         total = factors.sum()
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
-    count = chunk_tokens or max(CHUNK_BYTES // (8 * max(head.shape[0], 1)), LEAST_TOKENS)
+    count = max(CHUNK_BYTES // (8 * max(head.shape[0], 1)), LEAST_TOKENS)
+    count = count if chunk_tokens is None else chunk_tokens
     if count < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     teacher = map(jax.lax.stop_gradient, (_flat(teacher_rows), teacher_head))
@@ -292,5 +294,5 @@ def _value_and_gradients(
     sums = None if 0 < total <= group else zeros(weight)
     losses, drows, dweight = for_each_chunk(total, group, run_group, (*carry, sums))
     losses = losses[:tokens]
-    gradients = drows[:tokens], dweight.astype(weight.dtype), losses
+    gradients = drows[:tokens], dweight.astype(weight.dtype), countable(losses, factors)
     return _total(losses, factors), gradients

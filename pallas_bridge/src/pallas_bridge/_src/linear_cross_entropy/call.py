@@ -278,6 +278,7 @@ class Call:
         per_token = jax.tree.map(flatten, (requested.columns, *self.mapping))
         operands, *per_token = derivative.alike(loss, operands, *per_token)
         hidden, weight, bias, labels = operands
+        bias = None if bias is None else bias.astype(jnp.float32)
         if hidden.dtype == operand_dtype(hidden, weight):
             # Gradients of chunks are summed in f32, and rounded once.
             weight = weight.astype(jnp.float32)

@@ -123,7 +123,9 @@ def check_with_mapping(
     options = check_options(**known, **others)
     if not any(map(is_traced, given.values())):
         return options, None
-    return dataclasses.replace(options, **plain), (softcap, temperature)
+    # An integer would have a tangent of float0.
+    cap, divisor = (one if one is None or is_traced(one) else float(one) for one in given.values())
+    return dataclasses.replace(options, **plain), (cap, divisor)
 
 
 @jax.custom_jvp

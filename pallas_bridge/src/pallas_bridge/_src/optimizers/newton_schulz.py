@@ -61,7 +61,8 @@ def dense(coefficients: Coefficients, x: jax.Array) -> jax.Array:
     gram = product(*letters, "ij", x, x, jnp.bfloat16)
     square = product("ik", "kj", "ij", gram, gram, jnp.float32)
     diagonal = np.float32(c0) * jnp.eye(gram.shape[-1], dtype=jnp.float32)
-    return (diagonal + c1 * gram + c2 * square).astype(jnp.bfloat16)
+    # In bfloat16 the product would round c1.
+    return (diagonal + c1 * gram.astype(jnp.float32) + c2 * square).astype(jnp.bfloat16)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
