@@ -195,7 +195,7 @@ def test_checkpoints_are_kept_to_the_newest(train: Runner, tmp_path: Path) -> No
         ("--model_size hybrid-test --block_pattern MDM", "of M, D, A, as many as divide 8"),
         ("--remat some", "--remat some is unknown: choose from none, selective, attention, full"),
         ("--remat selective:0", "attention, full, selective:N"),
-        ("--remat selective:N", "is unknown: choose from none, selective, attention, full"),
+        ("--remat selective:N", "selective:N with the letter N is unknown: choose from none, "),
         ("--dtype int8", "--dtype int8 is unknown: choose from bfloat16, float32"),
         ("--batch_size 0", "--batch_size 0 is too small: give 1 or more"),
         ("--context_length 1", "--context_length 1 is too small: give 2 or more"),

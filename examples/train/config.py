@@ -228,6 +228,13 @@ class Config:
         return {**dataclasses.asdict(self.model), **kinds, "packed": self.is_packed}
 
 
+def _remat_choice(remat: str) -> str:
+    """Returns which of REMAT_CHOICES an option is; what is none of them as it is shown."""
+    if remat == LAST:
+        return f"{LAST} with the letter N"
+    return LAST if re.fullmatch(r"selective:[1-9][0-9]*", remat) else remat
+
+
 def resolve(options: Options) -> Config:
     """Checks a run's values, and takes those that are not given from its preset.
 
@@ -250,12 +257,7 @@ def resolve(options: Options) -> Config:
         ("dtype", options.dtype, DTYPES),
         ("param_dtype", options.param_dtype, DTYPES),
         ("optimizer", options.optimizer, OPTIMIZERS),
-        # The letter N itself is no number of blocks.
-        (
-            "remat",
-            re.sub(r"^selective:([1-9][0-9]*|(N))$", rf"{LAST}\2", options.remat),
-            REMAT_CHOICES,
-        ),
+        ("remat", _remat_choice(options.remat), REMAT_CHOICES),
         ("layer_loop", options.layer_loop, LOOP_CHOICES),
         ("sequence_parallel", options.sequence_parallel, ("on", "off")),
     ):
