@@ -581,7 +581,7 @@ def test_wrong_arguments_are_named() -> None:
         (
             lambda: fp8_quantize(x, block_size=1.5, **block),
             TypeError,
-            "block_size is 1.5; it must be a whole number",
+            "block_size is 1.5; it must be an integer",
         ),
         (
             lambda: fp8_quantize(x, power_of_two=2, **block),

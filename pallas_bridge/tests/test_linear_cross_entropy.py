@@ -596,8 +596,8 @@ def test_a_column_block_is_as_wide_as_it_is_tuned_or_named() -> None:
 @pytest.mark.parametrize(
     ("tile", "kind", "message"),
     [
-        ({"block_size": 0}, ValueError, "block_size is 0; it must be in [1"),
-        ({"time_block": -4}, ValueError, "time_block is -4; it must be in [1"),
+        ({"block_size": 0}, ValueError, "block_size is 0; it must be at least 1"),
+        ({"time_block": -4}, ValueError, "time_block is -4; it must be at least 1"),
         ({"block_size": 2.5}, TypeError, "block_size is 2.5; it must be an integer"),
     ],
     ids=str,

@@ -1,7 +1,8 @@
 """Checks of options and dtypes that a user passes, the same for every operation."""
 
 import math
-from typing import Any
+import operator
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Of operations whose plain program takes wider ones.
 REFERENCE_TAKES_OTHERS = ' (implementation="reference" takes others)'
 FLOAT32 = np.finfo(np.float32)
+INT64 = np.iinfo(np.int64)
 
 
 def refuse_none(name: str, value: Any, right: str) -> None:
@@ -44,7 +46,7 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
         ) from error
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: Any) -> TypeGuard[jax.Array]:
     """Whether a value is known only as a program runs."""
     return isinstance(value, jax.core.Tracer)
 
@@ -70,6 +72,25 @@ def check_number(name: str, value: Any) -> float:
         return math.fsum([value])  # takes every kind of number, and no text
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {value!r}; it must be a number") from None
+
+
+def check_integer(name: str, value: Any, least: int = INT64.min) -> int:
+    """Returns an integer that is at least `least` and that 64 bits hold.
+
+    Raises:
+        TypeError: it is no integer, or traced.
+        ValueError: it is out of range.
+    """
+    refuse_traced(name, value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if number > INT64.max:
+        raise ValueError(f"{name} is {number}; it must be at most {INT64.max}")
+    return number
 
 
 def check_float32(name: str, value: Any, *, is_positive: bool) -> float:

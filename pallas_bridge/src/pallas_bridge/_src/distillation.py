@@ -18,7 +18,7 @@ from .deferred import bind_deferred, choose_if_whole, make_primitive
 from .implementations import gpus
 from .keywords import hinted
 from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
-from .losses.reduction import countable
+from .losses.reduction import check_reduction, countable
 from .operation import Operation
 from .targets import declared
 
@@ -97,8 +97,7 @@ def linear_kl_divergence(
         check_dtype(name, array)
     rows, head, teacher_rows, teacher_head = arrays
     _check_shapes(*arrays)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    check_reduction(reduction, "mean", "sum")
     temperature = check_float32("temperature", temperature, is_positive=True)
     batch = rows.shape[:-1]
     factors = jnp.ones(batch, jnp.float32)

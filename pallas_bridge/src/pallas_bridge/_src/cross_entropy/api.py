@@ -22,7 +22,7 @@ from ..losses.options import (
     check_options,
     narrow_labels,
 )
-from ..losses.reduction import token_factors, weighted, weighted_sum
+from ..losses.reduction import check_reduction, token_factors, weighted, weighted_sum
 from ..losses.traced import Coefficients, check_with_mapping, map_logits
 from ..operation import Implementation
 from .declaration import OPERATION
@@ -247,8 +247,7 @@ def cross_entropy(
     >>> print(cross_entropy(logits, labels).round(4))  # ln 50257; -100 is ignored
     10.8249
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    check_reduction(reduction, "none", "mean", "sum")
     requested = Request(return_lse, return_entropy, return_correct)
     arrays = _prepare(logits, labels, weights, columns, requested, **options)
     request, weights = arrays.request, arrays.weights
@@ -264,39 +263,6 @@ def cross_entropy(
     results = (0, 1) if return_lse else (0,)
     loss, lse = one_program.run(run, arrays.logits, arrays.labels, factors, results=results)
     return (loss, lse) if return_lse else loss
-
-
-@overload
-def cross_entropy_per_token(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Keywords],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def cross_entropy_per_token(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Keywords],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
-
-
-@overload
-def cross_entropy_per_token(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: bool = ...,
-    return_entropy: bool = ...,
-    return_correct: bool = ...,
-    columns: ArrayLike | None = ...,
-    **options: Unpack[_Keywords],
-) -> tuple[jax.Array, ...]: ...
 
 
 @hinted_with(check_options, _prepare)

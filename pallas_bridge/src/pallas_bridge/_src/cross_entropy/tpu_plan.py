@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import pallas as pl
 
+from ..losses.options import Tile
 from ..pallas import Target
 from .declaration import OPERATION
 
@@ -100,6 +101,20 @@ def sublanes(dtype: Any) -> int:
     return 32 // int(np.dtype(dtype).itemsize)
 
 
+def check_tile(operation: object, tile: Tile, multiples: tuple[int, int], of: str = "") -> None:
+    """Checks the extents of a tile that the user named.
+
+    Raises:
+        ValueError: an extent that is not made of whole registers, of `multiples`.
+    """
+    for name, extent, multiple in zip(("time_block", "block_size"), tile, multiples, strict=True):
+        if extent is not None and extent % multiple:
+            raise ValueError(
+                f"{operation}: {name} is {extent}; on TPU{of} it must be a multiple of {multiple}, "
+                f"such as {-(-extent // multiple) * multiple}"
+            )
+
+
 def plan_tiles(
     target: Target,
     tokens: int,
@@ -120,15 +135,8 @@ def plan_tiles(
         ValueError: a tile that is not made of whole registers, or that does not fit in VMEM.
     """
     unit = sublanes(dtype)
-    for name, extent, multiple in (
-        ("time_block", time_block, unit),
-        ("block_size", block_size, LANES),
-    ):
-        if extent is not None and extent % multiple:
-            raise ValueError(
-                f"{OPERATION}: {name} is {extent}; on TPU, with logits of {np.dtype(dtype).name}, "
-                f"it must be a multiple of {multiple}, such as {-(-extent // multiple) * multiple}"
-            )
+    with_logits = f", with logits of {np.dtype(dtype).name},"
+    check_tile(OPERATION, (time_block, block_size), (unit, LANES), with_logits)
     padded = 8 if np.dtype(dtype).itemsize == 4 else target.rows_of_16_bits
     # Interpreted arrays are not padded.
     padding = (LANES, padded) if sequences else (padded, LANES)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..activation.api import gated_options, swiglu
 from ..activation.options import Options as Activation
 from ..activation.options import check_arrays as check_gated
-from ..checks import DTYPES, as_array, check_flag
+from ..checks import DTYPES, as_array, check_flag, check_integer
 from ..implementations import choose
 from ..keywords import hinted, hinted_with
 from ..norm.api import rms_norm, weight_or_default
@@ -28,7 +28,6 @@ from .options import (
     Granularity,
     Options,
     check_array,
-    check_block_size,
     check_format,
     check_number,
     check_options,
@@ -194,7 +193,7 @@ def fp8_dequantize(
     values = as_array("values", values, "[.., M, D]")
     scales = as_array("scales", scales, "in one of the shapes that fp8_quantize gives")
     check_format("the dtype of values", values.dtype)
-    size = check_block_size(block_size)
+    size = check_integer("block_size", block_size, 1)
     if scales.dtype != jnp.float32:
         raise TypeError(f"scales has dtype {scales.dtype}; it must be float32")
     if dtype not in DTYPES:

@@ -1,6 +1,5 @@
 """The options of FP8 quantisation, and the checks of what a user passes."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import as_array, check_dtype, check_flag, refuse_traced
+from ..checks import as_array, check_dtype, check_flag, check_integer
 
 Granularity = Literal["tensor", "row", "block_1d", "block_2d"]
 
@@ -48,23 +47,6 @@ def check_format(name: str, dtype: Any) -> np.dtype[Any]:
     return found
 
 
-def check_block_size(block_size: Any) -> int:
-    """Returns the extent of a block.
-
-    Raises:
-        TypeError: it is no whole number, or traced.
-        ValueError: it is below 1.
-    """
-    refuse_traced("block_size", block_size)
-    try:
-        found = operator.index(block_size)
-    except TypeError:
-        raise TypeError(f"block_size is {block_size!r}; it must be a whole number") from None
-    if found < 1:
-        raise ValueError(f"block_size is {found}; it must be at least 1")
-    return found
-
-
 def check_options(
     dtype: Any, granularity: Any, block_size: Any, power_of_two: Any, implementation: str | None
 ) -> Options:
@@ -78,7 +60,7 @@ def check_options(
     if granularity not in get_args(Granularity):
         names = ", ".join(map(repr, get_args(Granularity)))
         raise ValueError(f"granularity is {granularity!r}; it must be one of {names}")
-    size = check_block_size(block_size)
+    size = check_integer("block_size", block_size, 1)
     flag = check_flag("power_of_two", power_of_two)
     return Options(found, granularity, size, flag, implementation)
 

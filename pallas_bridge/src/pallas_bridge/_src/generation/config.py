@@ -1,11 +1,10 @@
 """The dimensions and options of a decoder."""
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import check_flag, check_float32
+from ..checks import check_flag, check_float32, check_integer
 from ..rope.options import check_base, check_scaling
 from ..rope.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
@@ -57,11 +56,11 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Checks the fields."""
         for name in ("layers", "hidden_size", "kv_heads", "mlp_size", "vocab_size"):
-            self._check_count(name, 1)
-        self._check_count("heads", self.kv_heads)
-        self._check_count("head_dim", 8)
+            check_integer(name, getattr(self, name), 1)
+        check_integer("heads", self.heads, self.kv_heads)
+        check_integer("head_dim", self.head_dim, 8)
         if self.window is not None:
-            self._check_count("window", 1)
+            check_integer("window", self.window, 1)
         for name, divisor in (("heads", self.kv_heads), ("head_dim", 8)):
             if getattr(self, name) % divisor:
                 raise ValueError(
@@ -74,15 +73,6 @@ class DecoderConfig:
         check_float32("eps", self.eps, is_positive=True)
         check_base(self.rope_base)
         check_scaling(self.rope_scaling)
-
-    def _check_count(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} is {value!r}; it must be an integer") from None
-        if number < least:
-            raise ValueError(f"{name} is {number}; it must be at least {least}")
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "DecoderConfig":

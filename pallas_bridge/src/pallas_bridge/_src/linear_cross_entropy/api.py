@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import pallas
-from ..checks import as_array, refuse_none
+from ..checks import as_array, check_operand, refuse_none
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request
 from ..losses.options import AxisName, LossKeywords, check_options, check_tile
-from ..losses.reduction import weighted
+from ..losses.reduction import check_reduction, token_factors, weighted
 from . import derivative, schedule
 from .call import Call
 from .plan import Plan
@@ -142,15 +142,13 @@ def linear_cross_entropy(
         scalar, likewise with a softcap; without one, `hidden` and `bias` are divided by it, and
         `hidden` is rounded to its dtype.
       return_lse: whether to return lse too, that of ignored tokens included.
-      return_entropy: whether to return the entropy of every token's distribution, as for
-        `cross_entropy`.
-      return_correct: whether to return which tokens have the largest logit at their label,
-        likewise.
-      columns: [.., K] with K to 128, to return the log-probabilities of these columns too,
-        likewise. With a reduction the pass that computes gradients computes all three, under
-        `jax.jit` and where nothing but the loss is differentiated (columns, of a weight [V, D]).
-        Otherwise logits are computed a chunk of tokens at a time, and recomputed in the backward
-        pass: four GEMMs.
+      return_entropy: whether to return the entropy of every token's distribution.
+      return_correct: whether to return which tokens have the largest logit at their label.
+      columns: [.., K] with K to 128, to return the log-probabilities of these columns too; these
+        outputs are those of `cross_entropy`. With a reduction the pass that computes gradients
+        computes all three, under `jax.jit` and where nothing but the loss is differentiated
+        (columns, of a weight [V, D]). Otherwise logits are computed a chunk of tokens at a time,
+        and recomputed in the backward pass: four GEMMs.
       max_scratch_bytes: bytes that may be held beyond operands and results. None stands for those
         of chunks of 4096 tokens: 4096 * V logits in f32, with their gradient in 16 bits if operands
         have 16, and, for more tokens than that and a weight of 16 bits, V * D sums in f32. On GPUs
@@ -186,15 +184,15 @@ def linear_cross_entropy(
     >>> print(linear_cross_entropy(hidden, weight, jnp.arange(4)).round(4))  # ln 50257
     10.8249
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'none', 'mean' or 'sum'")
+    check_reduction(reduction, "none", "mean", "sum")
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, weights, return_lse, **options)
     requested = Request(return_lse, return_entropy, return_correct)
     requested = call.place(requested, columns, axis_name=axis_name)
-    factors = call.weights if reduction == "none" else call.factors(reduction)
-    is_combined = call.coefficients.any_traced or call.mapping is not None
-    if reduction != "none" and not is_combined:
+    factors = call.weights
+    if reduction != "none":
+        factors = token_factors(call.options, reduction, call.labels, call.weights)
+    if reduction != "none" and not call.coefficients.any_traced and call.mapping is None:
         found = call.outputs(requested, factors)
         loss = found.loss
     else:
@@ -235,18 +233,13 @@ def linear_cross_entropy_value_and_grad(
         number.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    check_reduction(reduction, "mean", "sum")
     call = Call(hidden, weight, labels, weights, takes_traced=False, **options)
-    operands, factors = call.flat, call.factors(reduction).reshape(-1)
+    operands = call.flat
+    factors = token_factors(call.options, reduction, call.labels, call.weights).reshape(-1)
     sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
-    if sums.dtype != jnp.float32:
-        raise TypeError(f"dweight_sums have dtype {sums.dtype}; it must be float32")
-    if sums.shape != operands.weight.shape:
-        raise ValueError(
-            f"dweight_sums have shape {sums.shape}; it must be that of weight, "
-            f"{operands.weight.shape}"
-        )
+    like = operands.weight.shape, jnp.float32
+    check_operand("dweight_sums", sums, *like, "the shape of weight", "this call")
     if call.is_dense:
         dense = call.choose_loss(Request(), is_reduced=True)
 
@@ -254,53 +247,16 @@ def linear_cross_entropy_value_and_grad(
             given = Operands(x, w, b, operands.labels)
             return derivative.compute_outputs(dense, Request(), given, factors).loss
 
-        value_and_grad = jax.value_and_grad(run_dense, (0, 1, 2))
-        wide = operands.weight.astype(jnp.float32)
-        loss, (dhidden, dweight, dbias) = value_and_grad(operands.hidden, wide, operands.bias)
+        arrays = operands.hidden, operands.weight.astype(jnp.float32), operands.bias
+        loss, (dhidden, dweight, dbias) = jax.value_and_grad(run_dense, (0, 1, 2))(*arrays)
         sums = sums + dweight
     else:
         planned = call.planner.schedule(call.options, operands, reduced=True, running=True)
-        *arrays, factors, sums = make_alike(*operands, factors, sums)
-        losses, *_, gradients = planned.fused_adding(Operands(*arrays), factors, sums)
+        *given, factors, sums = make_alike(*operands, factors, sums)
+        losses, *_, gradients = planned.fused_adding(Operands(*given), factors, sums)
         loss, (dhidden, sums, dbias) = weighted(losses, factors).sum(), gradients
     dhidden = dhidden.reshape(jnp.shape(hidden)).astype(jnp.result_type(hidden))
     return loss, (dhidden, sums) if dbias is None else (dhidden, sums, dbias)
-
-
-@overload
-def linear_cross_entropy_per_token(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_ShardedKeywords],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def linear_cross_entropy_per_token(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_ShardedKeywords],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
-
-
-@overload
-def linear_cross_entropy_per_token(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    *,
-    return_lse: bool = ...,
-    return_entropy: bool = ...,
-    return_correct: bool = ...,
-    columns: ArrayLike | None = ...,
-    **options: Unpack[_ShardedKeywords],
-) -> tuple[jax.Array, ...]: ...
 
 
 @hinted_with(check_options, Call.__init__, Call.place)

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .. import gathering, meshes, one_program
 from ..bound import Bound
-from ..checks import as_array, is_traced
+from ..checks import as_array, is_traced, refuse_traced
 from ..chunk_loops import make_alike, map_chunks, pad_tokens
 from ..cross_entropy import reference
 from ..implementations import choose
@@ -26,8 +26,7 @@ from ..logits_gemms import (
 )
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.layouts import Layout, find_layout
-from ..losses.options import AxisName, check_options, narrow_labels
-from ..losses.reduction import token_factors
+from ..losses.options import AxisName, narrow_labels
 from ..losses.traced import Coefficients, check_with_mapping, divided, map_logits
 from ..losses.vocab_shards import WHOLE, shard_options
 from ..operation import Implementation
@@ -68,27 +67,23 @@ class Call:
         smoothing, z-loss, softcap and temperature may be traced.
         """
         self.coefficients = Coefficients(label_smoothing, z_loss)
-        fixed: Any = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        divisor: Any = temperature
-        if takes_traced:
-            fixed = self.coefficients.known
-            if is_traced(divisor) and softcap is None:
-                hidden, bias = divided(hidden, bias, divisor)
-                divisor = 1.0
-        check: Any = check_with_mapping if takes_traced else check_options
-        checked = check(
-            softcap=softcap,
-            temperature=divisor,
-            **fixed,
+        if not takes_traced:
+            mapping_options = {"softcap": softcap, "temperature": temperature}
+            for name, value in (vars(self.coefficients) | mapping_options).items():
+                refuse_traced(name, value)
+        if is_traced(temperature) and softcap is None:
+            hidden, bias = divided(hidden, bias, temperature)
+            temperature = 1.0
+        options, mapping = check_with_mapping(
+            softcap,
+            temperature,
+            **self.coefficients.known,
             **others,
             every_token=every_token,
             # Nothing else reads the logits of a chunk.
             donate_logits=True,
             implementation=implementation,
         )
-        # Softcap and temperature of each token [..], where XLA applies them; else None.
-        self.mapping: Any = None
-        options, mapping = checked if takes_traced else (checked, None)
         # Whether all is XLA's own program.
         self.is_dense = choose(OPERATION, implementation) == "reference"
         self.hidden, self.weight = promote_operands(
@@ -114,16 +109,15 @@ class Call:
                 "batch_invariant is True with the implementation 'reference', whose products have "
                 "as many rows as there are tokens: it takes 'custom_call' or 'pallas'"
             )
-        if mapping is not None:
-            if batch_invariant:
-                raise TypeError(
-                    "softcap or temperature is traced and batch_invariant is True; both must be "
-                    "Python numbers then"
-                )
-            self.mapping = tuple(
-                None if one is None else jnp.broadcast_to(jnp.asarray(one, jnp.float32), self.shape)
-                for one in mapping
+        if batch_invariant and mapping is not None:
+            raise TypeError(
+                "softcap or temperature is traced and batch_invariant is True; both must be "
+                "Python numbers then"
             )
+        # Softcap and temperature of each token [..], where XLA applies them; else None.
+        self.mapping: Any = jax.tree.map(
+            lambda one: jnp.broadcast_to(jnp.asarray(one, jnp.float32), self.shape), mapping
+        )
         gemms = Gemms(self.axis, batch_invariant)
         self.planner = Planner(gemms, self.options.tile, max_scratch_bytes)
         # How arrays are known to be sharded; None where they are not. On devices, arrays are a
@@ -158,10 +152,6 @@ class Call:
             return Operands(self.hidden, self.weight, self.bias, self.labels)
         return self.flat
 
-    def factors(self, reduction: Literal["mean", "sum"]) -> jax.Array:
-        """Returns the factor [..] of every token's loss."""
-        return token_factors(self.options, reduction, self.labels, self.weights)
-
     def place(
         self, requested: Request, columns: ArrayLike | None, *, axis_name: AxisName | None = None
     ) -> Request:
@@ -195,27 +185,19 @@ class Call:
             del fields["logps"]
             fields["loss"] = PartitionSpec()
 
-        def on_device(
-            hidden: Any,
-            weight: Any,
-            bias: Any,
-            labels: Any,
-            factors: Any,
-            columns: Any,
-            *mapping: Any,
-        ) -> dict[str, jax.Array]:
+        def on_device(hidden: Any, weight: Any, bias: Any, per_token: Any) -> dict[str, jax.Array]:
             own = copy.copy(self)
             own.hidden, own.weight, own.bias = hidden, layout.gather(weight), bias
-            own.labels, own.shape, own.mapping = labels, labels.shape, mapping or None
+            own.labels, own.mapping, factors, columns = per_token
+            own.shape = own.labels.shape
             found = own._outputs(dataclasses.replace(requested, columns=columns), factors)
             if factors is not None:
                 found = found._replace(loss=layout.total(found.loss))
             return {name: getattr(found, name) for name in fields}
 
         columns = None if requested.columns is None else layout.place(requested.columns)
-        arrays = self.hidden, self.weight, self.bias, self.labels, factors, columns
-        arrays = *arrays, *(self.mapping or ())
-        found = layout.run(on_device, fields, *arrays)
+        per_token = self.labels, self.mapping, factors, columns
+        found = layout.run(on_device, fields, self.hidden, self.weight, self.bias, per_token)
         return TokenOutputs(**{"logps": found["loss"], **found})
 
     def _outputs(self, requested: Request, factors: jax.Array | None) -> TokenOutputs:
@@ -223,16 +205,13 @@ class Call:
         if self.mapping is not None:
             return self._mapped_outputs(requested)
         loss = self.choose_loss(requested, is_reduced=factors is not None)
-        operands = self.flat
-        if not requested.any:
-            operands = self.unflattened
-        elif loss.exchange.is_whole and not self.is_dense:
+        if requested.any and loss.exchange.is_whole and not self.is_dense:
             # Flattening leaves tokens where they are if the first axis alone is sharded.
             for axis in range(1, self.hidden.ndim - 1):
                 self.hidden = gathering.watched(
                     OPERATION, "hidden", self.hidden, axis, axis_of="tokens"
                 )
-            operands = self.flat
+        operands = self.flat if requested.any else self.unflattened
         hidden, labels, columns = operands.hidden, operands.labels, requested.columns
         if columns is not None:
             columns = columns.reshape(-1, columns.shape[-1])
@@ -245,27 +224,22 @@ class Call:
         requested = dataclasses.replace(requested, columns=columns)
         run = Bound(derivative.compute_outputs, loss)
         found: TokenOutputs = one_program.run(run, requested, operands, factors)
-        if labels.shape == self.shape:
-            return found
+        return found if labels.shape == self.shape else self._unflatten(found)
+
+    def _unflatten(self, found: Any) -> Any:
+        """Returns outputs [N, ..], of padding after all tokens too, as outputs of tokens [..]."""
         count = self.labels.size
 
         def shape(one: jax.Array) -> jax.Array:
             # A scalar is a loss that is reduced.
             return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
 
-        return TokenOutputs(*jax.tree.map(shape, tuple(found)))
+        return jax.tree.map(shape, found)
 
     def _mapped_outputs(self, requested: Request) -> TokenOutputs:
         """Returns the outputs by XLA's program, for chunks of tokens whose logits it recomputes."""
-        operands, layout = self.flat, self.layout
-        loss = LinearLoss(
-            options=self.options,
-            gemms=self.planner.gemms,
-            exchange=WHOLE if layout is None else layout.exchange(),
-            is_dense=True,
-            distribution=requested.distribution,
-            correct=requested.correct,
-        )
+        operands = self.flat
+        loss = dataclasses.replace(self._unplanned_loss(requested), is_dense=True)
         total: Any = operands.labels.shape[0]
         vocab, chunk = operands.weight.shape[self.axis], total
         if not self.is_dense:
@@ -293,25 +267,24 @@ class Call:
         arrays = hidden, labels, *per_token
         if not isinstance(total, int):
             arrays = tuple(pad_tokens(chunk, *arrays))
-        found = map_chunks(jax.checkpoint(run), arrays, chunk)
+        found: TokenOutputs = self._unflatten(map_chunks(jax.checkpoint(run), arrays, chunk))
+        return found
 
-        def shape(one: jax.Array) -> jax.Array:
-            return one[:total].reshape(*self.shape, *one.shape[1:])
-
-        return TokenOutputs(*jax.tree.map(shape, tuple(found)))
-
-    def choose_loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
-        """Returns how the loss and what is requested are computed, by implementation and plan."""
-        operands, planner, layout = self.flat, self.planner, self.layout
-        exchange = WHOLE if layout is None else layout.exchange()
-        loss = LinearLoss(
+    def _unplanned_loss(self, requested: Request) -> LinearLoss:
+        """Returns the loss but for what runs chunks of it."""
+        return LinearLoss(
             options=self.options,
-            gemms=planner.gemms,
-            exchange=exchange,
+            gemms=self.planner.gemms,
+            exchange=WHOLE if self.layout is None else self.layout.exchange(),
             is_dense=self.is_dense,
             distribution=requested.distribution,
             correct=requested.correct,
         )
+
+    def choose_loss(self, requested: Request, *, is_reduced: bool) -> LinearLoss:
+        """Returns how the loss and what is requested are computed, by implementation and plan."""
+        operands, planner, layout = self.flat, self.planner, self.layout
+        loss = self._unplanned_loss(requested)
         if self.is_dense:
             return loss
         is_left_to_xla = meshes.are_left_to_xla(*operands[:2])
@@ -332,8 +305,9 @@ class Call:
             # Nobody pads the chunks of this pass.
             is_fused = planned.is_fused and not planned.plan.any_count
             return dataclasses.replace(loss, is_fused=is_fused, cuda=cuda)
-        if layout is not None and not exchange.is_whole:
-            own = planner.schedule(shard_options(self.options, exchange), operands, reduced=False)
+        if layout is not None and not loss.exchange.is_whole:
+            options = shard_options(self.options, loss.exchange)
+            own = planner.schedule(options, operands, reduced=False)
             chunk = 0
             if is_reduced:
                 chunk = planner.fused_shard_tokens(operands, no_calls=layout.leaves_axes)

@@ -186,13 +186,8 @@ class TokenChunks:
         `saved` is what that returns for it, or lse and lse_low of a loss without auxiliary outputs.
         A cotangent of None is one of zeros.
         """
-        lse, lse_low, *others = saved
-        saved = lse, lse_low, *(others or (None, None, None))
-        given = [
-            one if one.ndim == 1 else one.any(tuple(range(1, one.ndim)))
-            for one in cotangents
-            if one is not None
-        ]
+        saved = *saved, *[None] * (5 - len(saved))
+        given = [one if one.ndim == 1 else one.any(-1) for one in cotangents if one is not None]
 
         def run_chunk(*rows: Any) -> Any:
             return (), kernels.backward_tokens(self.loss, *rows)
@@ -225,7 +220,7 @@ class ColumnChunks:
             x, y = slice_rows(first, count, hidden, labels)
             x = x.astype(dtype)
 
-            def add_columns(start: Any, width: int, state: Any) -> Any:
+            def add(start: Any, width: int, state: Any) -> Any:
                 row_max, total, at_label, plain = state
                 columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
                 z = self._logits(x, columns, bias, start)
@@ -238,8 +233,7 @@ class ColumnChunks:
 
             zero = zeros(x, (count,))
             state = (zero - jnp.inf, zero, zero, zero)
-            found = for_each_chunk(vocab, self.columns, add_columns, state)
-            row_max, total, at_label, plain = found
+            row_max, total, at_label, plain = for_each_chunk(vocab, self.columns, add, state)
             lse, low = two_sum(row_max, jnp.log(total))
             # Logits that are all -inf, or one of them +inf, have no softmax.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)

@@ -216,14 +216,7 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Any:
     operands, columns, saved = residuals
     cotangents = [None if one is None else loss.exchange.cotangent(one) for one in cotangents]
     if loss.has_outputs(columns):
-        # What has no cotangent need not be kept.
-        needed = iter(cotangents[3:])
-        entropy, picked = (
-            None if one is None or next(needed) is None else one
-            for one in (saved.entropy, saved.picked)
-        )
-        kept = *saved[:3], entropy, picked
-        arrays: Any = (operands, kept, tuple(cotangents), columns)
+        arrays: Any = (operands, tuple(saved[:5]), tuple(cotangents), columns)
         return linear.whole(OPERATION, loss.chunks.backward, *arrays)
     assert loss.schedule is not None
     given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
@@ -251,7 +244,7 @@ def _reduced_jvp(loss: LinearLoss, primals: Any, tangents: Any) -> tuple[Any, An
     operands, columns, factors = primals
     moving = [linear.given(one) for one in (*tangents[0][:3], tangents[2])]
     needs_losses = moving[-1] is not None
-    losses, saved, correct, gradients = _fused(loss, *primals, needs_losses=needs_losses)
+    losses, saved, correct, gradients = fused(loss, *primals, needs_losses=needs_losses)
     floats = [weighted(losses, factors).sum(), saved.lse]
     floats += [one for one in (saved.entropy, saved.picked) if one is not None]
     # With a cotangent of another output, which is rare, `_reduced_vjp` recomputes the logits.
@@ -294,13 +287,13 @@ def _reduced_vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> tuple[Any
     return *vjp(loss, (operands, columns, saved), given), dfactors
 
 
-def _fused(
+def fused(
     loss: LinearLoss,
     operands: Operands,
     columns: jax.Array | None,
     factors: jax.Array,
     *,
-    needs_losses: bool,
+    needs_losses: bool = False,
 ) -> tuple[jax.Array, Saved, Any, Gradients]:
     """Returns losses [N], residuals, [correct] or [], and gradients for the losses' `factors`.
 

@@ -71,9 +71,8 @@ def plan_call(
     """Returns the attributes and the bytes of scratch of the library's call `name`."""
     problem = Problem.of(operands, vocab_axis, reduced=False, running=name == "add")
     fields = {key: value for key, value in vars(plan).items() if key in ANSWERED}
-    call = {"pass": name, "plan": fields}
     dtype = {"dtype": library.DTYPES[str(operands[0].dtype)]} if platform == "cpu" else {}
-    found = _ask(platform, problem, call=call, **dtype)
+    found = _ask(platform, problem, call={"pass": name, "plan": fields}, **dtype)
     return dict(found["attributes"]), found["scratch_bytes"]
 
 

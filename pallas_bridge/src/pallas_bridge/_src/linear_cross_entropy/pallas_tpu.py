@@ -23,11 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 from ..compat import varying_like
 from ..cross_entropy import reference
 from ..cross_entropy.tpu_kernel import LEAST, Formula, finish_lse
-from ..cross_entropy.tpu_plan import LANES, NUMBERS
+from ..cross_entropy.tpu_plan import LANES, NUMBERS, check_tile
 from ..logits_gemms import Gradients, Operands, as_gemm_operands, operand_dtype
 from ..losses.options import Options, Tile
 from ..pallas import Target
 from .chunks import run_two_passes
+from .declaration import OPERATION
 from .plan import Plan, Problem, token_bytes, without_kernels
 
 SUBLANES = 8
@@ -138,21 +139,15 @@ def choose_tiles(target: Target, untiled: Tiles, named: Tile, **makes: Any) -> T
     Raises:
         ValueError: an extent that is not made of whole registers.
     """
-    for name, extent in zip(("time_block", "block_size"), named, strict=True):
-        if extent is not None and extent % LANES:
-            raise ValueError(
-                f"linear_cross_entropy: {name} is {extent}; on TPU it must be a multiple of "
-                f"{LANES}, such as {-(-extent // LANES) * LANES}"
-            )
-    tokens = untiled.tokens
+    check_tile(OPERATION, named, (LANES, LANES))
     usual = LARGEST_BACKWARD if makes else LARGEST_FORWARD
     maximum = named[0] or usual[0][0], named[1] or usual[0][1]
     within = (one for one in usual if one[0] <= maximum[0] and one[1] <= maximum[1])
     for rows, columns in dict.fromkeys((maximum, *within)):
         if named[0] is None:
             # Blocks of tokens as even as they can be: the last one costs what the others do.
-            rows = -(-tokens // -(-tokens // rows))
-        rows = -(-min(rows, tokens) // LANES) * LANES
+            rows = pl.cdiv(untiled.tokens, pl.cdiv(untiled.tokens, rows))
+        rows = -(-min(rows, untiled.tokens) // LANES) * LANES
         columns = min(columns, -(-untiled.vocab // LANES) * LANES)
         part = PART if columns % PART == 0 else LANES
         tiles = replace(untiled, rows=rows, columns=columns, part=part, **makes)
@@ -500,23 +495,18 @@ class Kernels:
         p_factor, at_label, even, active = reference.gradient_scalars(options, *given)
         rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
         numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
-        made: dict[str, jax.Array] = {}
+        made = jax.tree.map(jnp.zeros_like, {"dhidden": hidden, "dweight": weight, "dbias": bias})
         for tiles in self.gradient_tiles:
             made |= self._make_gradients(tiles, options, operands, numbers, active)
-
-        def found(name: str, like: jax.Array) -> jax.Array:
-            return made[name] if name in made else jnp.zeros_like(like)
-
-        dbias = None if bias is None else found("dbias", bias)
-        return found("dhidden", hidden), found("dweight", weight), dbias
+        return made["dhidden"], made["dweight"], made["dbias"]
 
     def fused(self, options: Options, operands: Operands, factors: jax.Array) -> Any:
         """Returns loss, lse and lse_low, each [N] in f32, and gradients for `factors`.
 
         Logits are computed twice: to compute them once, HBM would have to hold some.
         """
-        passes = partial(self.forward, options), partial(self.backward, options)
-        return run_two_passes(*passes, operands, factors)
+        forward, backward = partial(self.forward, options), partial(self.backward, options)
+        return run_two_passes(forward, backward, operands, factors)
 
     def _make_gradients(
         self, tiles: Tiles, options: Options, operands: Operands, numbers: Any, active: Any

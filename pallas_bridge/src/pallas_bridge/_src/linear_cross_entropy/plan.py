@@ -163,22 +163,17 @@ class Plan:
         return self.batch_invariant or self.any_count
 
 
-def plan_for_xla(problem: Problem, max_scratch_bytes: int | None, *, isolated: bool) -> Plan:
-    """Returns the plan of chunks in XLA; `isolated` where losses are to be batch-invariant."""
-    if isolated:
-        return plan_equal_chunks(problem, max_scratch_bytes)
-    is_known = isinstance(problem.tokens, int)
-    return (plan_chunks if is_known else plan_symbolic)(problem, max_scratch_bytes)
-
-
-def plan_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
-    """Returns the plan of the fewest GEMMs that fits.
+def plan_chunks(problem: Problem, max_scratch_bytes: int | None, *, isolated: bool) -> Plan:
+    """Returns the plan of the fewest GEMMs that fits; `isolated` for a batch-invariant loss.
 
     `max_scratch_bytes` None stands for what chunks of 4096 tokens take.
 
     Raises:
         ValueError: nothing fits, and what would.
     """
+    is_symbolic = not isinstance(problem.tokens, int)
+    if isolated or is_symbolic:
+        return (plan_equal_chunks if isolated else plan_symbolic)(problem, max_scratch_bytes)
     limit = max_scratch_bytes
     if limit is None:
         limit = token_chunk_scratch(problem, min(USUAL_TOKENS, problem.tokens))

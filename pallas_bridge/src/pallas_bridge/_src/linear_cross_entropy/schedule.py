@@ -12,7 +12,6 @@ call or a kernel on one device, and chunks in XLA where XLA would shard the arra
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 
 from .. import library, meshes, pallas
 from ..bound import Bound
+from ..checks import check_integer
 from ..chunk_loops import zeros
 from ..compat import tell_devices
 from ..cross_entropy.calls import attributes
@@ -36,7 +36,7 @@ from ..targets import declared
 from . import library_plan
 from .chunks import ColumnChunks, TokenChunks, keeps_dlogits, run_padded, run_two_passes
 from .declaration import OPERATION
-from .plan import Plan, Problem, plan_for_xla, usual_budget, without_kernels
+from .plan import Plan, Problem, plan_chunks, usual_budget, without_kernels
 
 PassName = Literal["forward", "backward", "fused"]
 # How many scalars of each token a pass returns, before gradients.
@@ -100,12 +100,7 @@ class Planner:
         hidden, weight, bias, *_ = operands
         limit, vocab_axis = self.max_scratch_bytes, self.gemms.vocab_axis
         if limit is not None:
-            try:
-                limit = operator.index(limit)
-            except TypeError:
-                raise TypeError(
-                    f"max_scratch_bytes is {limit!r}; it must be an integer, in bytes"
-                ) from None
+            limit = check_integer("max_scratch_bytes", limit, 0)
         if not all(isinstance(extent, int) for extent in weight.shape):
             raise ValueError(
                 f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
@@ -114,7 +109,7 @@ class Planner:
         # With running sums, chunks in XLA compute the gradient of a weight in f32.
         taken = jax.ShapeDtypeStruct(weight.shape, jnp.float32) if running else weight
         problem = Problem.of((hidden, taken, bias), vocab_axis, reduced=reduced)
-        plan = plan_for_xla(problem, limit, isolated=self.gemms.isolated)
+        plan = plan_chunks(problem, limit, isolated=self.gemms.isolated)
         if plan.is_padded:
             return plan, None, None
         problem = Problem.of(operands, vocab_axis, reduced=reduced, running=running)
@@ -195,8 +190,9 @@ class Schedule:
 
     def _call(self, platform: str, name: str) -> Bound:
         plan = self.cuda if platform == "cuda" else self.cpu
-        fixed = name, self.options, self.planner.gemms.vocab_axis, plan
-        return Bound(call_library, platform, *fixed)
+        return Bound(
+            call_library, platform, name, self.options, self.planner.gemms.vocab_axis, plan
+        )
 
     def run(self, name: PassName, *arrays: Any) -> Any:
         """Returns the pass `name` of its arrays, operands first.

@@ -5,7 +5,6 @@ Where one mesh axis shards both tokens and vocabulary, tokens stay sharded and t
 gathered. `losses.layouts` has arrays whose sharding is known when a program is traced.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,9 +87,8 @@ class _Pass:
         token_shardings = [mesh_axes[f"n{index}"] for index in range(len(self.tokens))]
         names = tuple(name for one in token_shardings for name in one)
         run_own = partial(self._run_on_device, names, mesh_axes[V])
-
-        def clean(x: jax.Array) -> jax.Array:
-            return auto_partitioning.without_padding(x, token_shardings, self.tokens)
+        given: Any = {"mesh_axes": token_shardings, "extents": self.tokens}
+        clean = partial(auto_partitioning.without_padding, **given)
 
         def run_shard(*arrays: jax.Array) -> list[jax.Array]:
             if V in uneven:
@@ -131,7 +129,14 @@ class _Pass:
         exchange = OverDevices(columns, is_checked=True)
         reduced = self.name == "fused" and exchange.is_whole
         own = planner.schedule(shard_options(options, exchange), operands, reduced=reduced)
-        loss = LinearLoss(options=options, gemms=planner.gemms, exchange=exchange, schedule=own)
+        is_shard = self.name == "fused" and not exchange.is_whole
+        loss = LinearLoss(
+            options=options,
+            gemms=planner.gemms,
+            exchange=exchange,
+            schedule=own,
+            chunk_tokens=planner.fused_shard_tokens(operands) if is_shard else 0,
+        )
         forward = partial(derivative.forward, loss, operands, None)
         outputs: Sequence[Any] = ()
         if self.name == "forward":
@@ -145,11 +150,9 @@ class _Pass:
                 is_empty |= operands.bias.max() == -jnp.inf
             saved = Saved(lse, lse_low, is_empty)
             gradients = derivative.vjp(loss, (operands, None, saved), cotangents)
-        elif reduced and own.is_fused:
-            *outputs, gradients = own.fused(operands, *more, needs_losses=False)
-        elif self.name == "fused" and (chunk := planner.fused_shard_tokens(operands)):
-            chunks = dataclasses.replace(loss, chunk_tokens=chunk).chunks
-            *outputs, _, gradients = chunks.fused(operands, *more)
+        elif loss.chunk_tokens or (reduced and own.is_fused):
+            losses, saved, _, gradients = derivative.fused(loss, operands, None, *more)
+            outputs = losses, saved.lse, saved.lse_low
         else:
             (losses, *_), saved = forward(is_differentiated=True)
             outputs = losses, saved.lse, saved.lse_low

@@ -74,16 +74,16 @@ class Layout:
         hidden: jax.Array,
         weight: jax.Array,
         bias: Bias,
-        *per_token: jax.Array | None,
+        per_token: Any,
     ) -> Any:
-        """Returns function(hidden, weight, bias, *per_token), by each device of its own.
+        """Returns function(hidden, weight, bias, per_token), by each device of its own.
 
-        `per_token` are [..] each, and results are sharded as `results` says.
+        `per_token` is a tree of arrays [..], and results are sharded as `results` says.
         """
         if self.mesh is None:
             is_alone = self.exchange().is_whole
             alone = partial(meshes.mark_replicated, self.names if is_alone else ())
-            return function(*jax.tree.map(alone, (hidden, weight, bias, *per_token)))
+            return function(*jax.tree.map(alone, (hidden, weight, bias, per_token)))
         specs = PartitionSpec(*self.tokens, None), self.weight, PartitionSpec(entry(self.names))
         arrays: list[Any] = [
             None if one is None else meshes.place(self.mesh, spec, one)
@@ -97,11 +97,11 @@ class Layout:
                 own = jax.lax.pcast(own, self.names, to="varying").astype(hidden.dtype)
             return function(own, *others)
 
-        given = *specs, *[self.tokens] * len(per_token)
+        given = *specs, self.tokens
         mapped = meshes.on_devices(self.mesh, self.axes, run_own, given, results)
         if is_wide:
             arrays[0] = arrays[0].astype(jnp.float32)
-        return mapped(*arrays, *per_token)
+        return mapped(*arrays, per_token)
 
 
 def find_layout(

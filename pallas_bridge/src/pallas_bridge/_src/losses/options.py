@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import is_traced
+from ..checks import check_integer, check_number
 from ..operation import Implementation
 
 AxisName = str | Sequence[str]
@@ -33,7 +32,6 @@ class LossKeywords(TypedDict, total=False):
 Tile = tuple[int | None, int | None]
 
 INT32 = np.iinfo(np.int32)
-INT64 = np.iinfo(np.int64)
 LEAST_TEMPERATURE = 2.0**-40
 # Elements in f32 of a cache line of a GPU.
 LINE = 32
@@ -102,28 +100,6 @@ class Options:
         return self.time_block, self.block_size
 
 
-def _number(name: str, value: Any) -> float:
-    # A traced value has no number yet: options are part of the compiled program.
-    if is_traced(value):
-        raise TypeError(f"{name} is traced; it must be a Python number, known when the program is")
-    try:
-        return math.fsum([value])  # takes every kind of number, and no text
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; it must be a number") from None
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if is_traced(value):
-        raise TypeError(f"{name} is traced; it must be a Python integer, known when the program is")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be an integer") from None
-    if not least <= number <= INT64.max:
-        raise ValueError(f"{name} is {number}; it must be in [{least}, {INT64.max}]")
-    return number
-
-
 def check_tile(time_block: Any, block_size: Any) -> Tile:
     """Returns a tile.
 
@@ -131,8 +107,8 @@ def check_tile(time_block: Any, block_size: Any) -> Tile:
         TypeError: an extent that is no integer, or traced.
         ValueError: one below 1.
     """
-    block_size = None if block_size is None else _integer("block_size", block_size, 1)
-    return None if time_block is None else _integer("time_block", time_block, 1), block_size
+    block_size = None if block_size is None else check_integer("block_size", block_size, 1)
+    return None if time_block is None else check_integer("time_block", time_block, 1), block_size
 
 
 def check_options(
@@ -153,15 +129,16 @@ def check_options(
         TypeError: an option that is no number, or traced.
         ValueError: an option outside its range.
     """
-    smoothing, weight = _number("label_smoothing", label_smoothing), _number("z_loss", z_loss)
+    smoothing = check_number("label_smoothing", label_smoothing)
+    weight = check_number("z_loss", z_loss)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing is {smoothing}; it must be in [0, 1]")
     if not (weight >= 0 and math.isfinite(weight)):
         raise ValueError(f"z_loss is {weight}; it must be finite and at least 0")
-    cap = None if softcap is None else _number("softcap", softcap)
+    cap = None if softcap is None else check_number("softcap", softcap)
     if cap is not None and not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"softcap is {cap}; it must be finite and above 0, or None")
-    warmth = _number("temperature", temperature)
+    warmth = check_number("temperature", temperature)
     if not LEAST_TEMPERATURE <= warmth <= 1 / LEAST_TEMPERATURE:
         raise ValueError(
             f"temperature is {warmth}; it must be above 0, in [2^-40, 2^40]: to take the likeliest "
@@ -169,7 +146,7 @@ def check_options(
         )
     time_block, block_size = check_tile(time_block, block_size)
     return Options(
-        ignore_index=_integer("ignore_index", ignore_index, INT64.min),
+        ignore_index=check_integer("ignore_index", ignore_index),
         label_smoothing=smoothing,
         z_loss=weight,
         softcap=cap,
