@@ -117,8 +117,8 @@ def test_hidden_states_have_a_plan_and_a_program_a_platform(
     # In the memory of dweight [D, V] no logits are kept, so that some are made again.
     how = "3.15 products, "
     if reduction == "none":
-        hands_over = jax.default_backend() == "cpu"
-        how = f"logits handed to the backward pass, {how}" if hands_over else "4 products, "
+        saves_logits = jax.default_backend() == "cpu"
+        how = f"logits saved for the backward pass, {how}" if saves_logits else "4 products, "
     expected = f"library: 32 tokens x 64 columns at a time, {how}"
     assert manifest["plan"].startswith(expected) == (platform == "cpu"), manifest["plan"]
     assert manifest["linear"] == {

@@ -282,7 +282,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     limit = tokens * vocab * 2 * twelfths // 12
     how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
     plan = explain(hidden, weight, bias=bias, **how)
-    assert (plan.kept is not None) == kept and (plan.products == 3) == (twelfths == 7)
+    assert (plan.saved_columns is not None) == kept and (plan.products == 3) == (twelfths == 7)
     options = {"reduction": reduction, **options}
     arrays = (hidden, weight, bias, jnp.asarray(labels, jnp.int32))
     hold_against_the_dense_program(rng, arrays, limit, **options)
@@ -314,12 +314,12 @@ def test_columns_that_a_gpu_makes_once(
     limit = 4 * 2**20
 
     # It is for more tokens than tests have time for.
-    tiling = {"chunk": chunk, "fused": True, "once": once}
+    tiling = {"chunk": chunk, "fused": True, "single_pass": once}
     plan_tiling = partial(library_plan.plan_cuda, tiling=tiling)
     monkeypatch.setattr(library_plan, "plan_cuda", plan_tiling)
     plan = explain(hidden, weight, max_scratch_bytes=limit, platform="cuda")
-    assert plan.once == once and plan.products == 4 - once[1] / vocab
-    assert f"after {once[1]} columns made once, {once[0]} tokens at a time" in str(plan)
+    assert plan.single_pass == once and plan.products == 4 - once[1] / vocab
+    assert f"after {once[1]} columns in a single pass, {once[0]} tokens at a time" in str(plan)
     arrays = (hidden, weight, None, jnp.asarray(labels, jnp.int32))
     hold_against_the_dense_program(rng, arrays, limit, reduction="mean", **options)
 
@@ -493,7 +493,7 @@ def test_logits_that_a_cpu_hands_over(
     hidden, weight, bias, labels = arrays
     how: dict[str, Any] = {"max_scratch_bytes": int(mib * 2**20), "reduction": "none"}
     plan = explain(hidden, weight, bias=bias, platform="cpu", **how)
-    assert plan.schedule == "library" and plan.hands_over == handed_over
+    assert plan.schedule == "library" and plan.saves_logits == handed_over
     assert (plan.products < 4) == handed_over
 
     def f(x: Any, w: Any, b: Any, **how: Any) -> Any:
@@ -566,8 +566,8 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
                     usual = explain(x, w, bias=b, vocab_axis=axis, platform="cpu", **how)
                 assert plan.products < usual.products
             fused = reduced and dtype != jnp.float16
-            assert plan.products == 4 or fused or plan.hands_over
-            assert not (fused and plan.hands_over)
+            assert plan.products == 4 or fused or plan.saves_logits
+            assert not (fused and plan.saves_logits)
             if tokens <= width and axis == 0 and (fused or jax.default_backend() == "cpu"):
                 assert plan.products == 3
     assert "library" in schedules
@@ -691,19 +691,24 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
             scratch = usual.scratch_bytes + 8 * vocab
             biased = explain(x, w, bias=b, max_scratch_bytes=limit, **how)
             assert biased == dataclasses.replace(usual, scratch_bytes=scratch)
-        chunks = [(plan.tokens, plan.columns), *([plan.apart] if plan.apart else [])]
-        assert (plan.apart is not None) == (plan.products == 5)
+        chunks = [
+            (plan.tokens, plan.columns),
+            *([plan.dweight_chunk] if plan.dweight_chunk else []),
+        ]
+        assert (plan.dweight_chunk is not None) == (plan.products == 5)
         for of_tokens, columns in chunks:
             assert 1 <= of_tokens <= tokens and 1 <= columns <= vocab, plan
             held = of_tokens * columns * np.dtype(dtype).itemsize
             assert held < plan.scratch_bytes, plan
         if plan.products < 4:
             assert reduced and dtype != jnp.float16
-            assert plan.once or tokens == plan.tokens or vocab == plan.columns
-        if plan.once is not None:
-            assert plan.once[0] <= tokens and plan.once[1] + plan.columns <= vocab, plan
-            assert plan.once[0] * plan.once[1] * 2 < plan.scratch_bytes, plan
-        kept, slot = plan.kept or (0, 0)
+            assert plan.single_pass or tokens == plan.tokens or vocab == plan.columns
+        if plan.single_pass is not None:
+            assert plan.single_pass[0] <= tokens and plan.single_pass[1] + plan.columns <= vocab, (
+                plan
+            )
+            assert plan.single_pass[0] * plan.single_pass[1] * 2 < plan.scratch_bytes, plan
+        kept, slot = plan.saved_columns or (0, 0)
         # In the memory of dweight, the rows of a slot before all slots.
         assert slot * width + kept * tokens <= vocab * width
         assert plan.columns + kept <= vocab
@@ -721,23 +726,25 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
 
     # Half of the sums of dweight are where it goes.
     by_tokens = plan_of(8192, 2048, 128256, 1024)
-    assert (by_tokens.products, by_tokens.tokens, by_tokens.kept) == (3, 2048, None)
+    assert (by_tokens.products, by_tokens.tokens, by_tokens.saved_columns) == (3, 2048, None)
     # As many logits as dweight has room for, and the last chunk's.
     by_columns = plan_of(8192, 2304, 256000, 256)
-    assert by_columns.kept[0] > 256000 / 4 and by_columns.products < 3.7
-    assert "columns kept in dweight's place, 3.69 products" in str(by_columns)
+    assert by_columns.saved_columns[0] > 256000 / 4 and by_columns.products < 3.7
+    assert "columns saved in dweight's memory, 3.69 products" in str(by_columns)
     # Where a token's logits take more than a column's sums, such sums: of up to half of the columns
     # at first.
     both = plan_of(32768, 1024, 151936, 256)
-    assert both.once[1] > 151936 / 4 and both.products == 4 - both.once[1] / 151936
-    assert both.columns < 151936 - both.once[1] and both.kept is None
+    assert both.single_pass[1] > 151936 / 4 and both.products == 4 - both.single_pass[1] / 151936
+    assert both.columns < 151936 - both.single_pass[1] and both.saved_columns is None
     # Here that is all of them.
     assert plan_of(4096, 4096, 128256, 256).products == 3
     # Gradients of columns of [D, V] have gaps: nothing is kept.
     other = plan_of(8192, 2048, 128256, 256, axis=1)
-    assert other.kept is None and other.products == 4
+    assert other.saved_columns is None and other.products == 4
     # Few logits go through memory, where long sums are sharded.
-    assert plan_of(256, 1024, 2048, 256).wide and not plan_of(4096, 1024, 4096, 256).wide
+    assert (
+        plan_of(256, 1024, 2048, 256).f32_logits and not plan_of(4096, 1024, 4096, 256).f32_logits
+    )
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_planned_calls_have_attributes_of_the_declared_types() -> None:
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> object:
         operands = Operands(hidden, weight, None, labels)
         problem = Problem.of(operands, 0, reduced=True)
-        tiling = {"chunk": [2048, 32000], "fused": True, "wide": True}
+        tiling = {"chunk": [2048, 32000], "fused": True, "f32_logits": True}
         plan = library_plan.plan_cuda(problem, 1 << 30, tiling)
         assert plan is not None
         return schedule.call_library("cuda", "fused", options, 0, plan, operands, jnp.float32(1))

@@ -228,10 +228,10 @@ class Linear(Case):
 
     dtype: str
     vocab_axis: int
-    # "apart": dhidden and dweight come from a sweep each; "columns": the fused pass goes over
-    # columns twice; "kept": it has logits of some of them still; "once": it makes those of some
-    # once, by chunks of tokens; "whole": there is one chunk.
-    way: Literal["chunks", "apart", "columns", "kept", "once", "whole"] = "chunks"
+    # "separate": dhidden and dweight have separate sweeps; "columns": the fused pass recomputes
+    # columns; "saved": it saves logits of some columns; "single": some columns have a single pass,
+    # by chunks of tokens; "whole": there is one chunk.
+    way: Literal["chunks", "separate", "columns", "saved", "single", "whole"] = "chunks"
     has_bias: bool = False
     # N, D and V: more than one block of each in products of their own, and no whole number of any.
     shape: tuple[int, int, int] = (300, 200, 1031)
@@ -275,14 +275,14 @@ class Linear(Case):
             "workspace_bytes": 2**20,
         }
         cut = {"chunk_tokens": 128, "chunk_columns": vocab if name == "fused" else 384}
-        if self.way == "apart":
+        if self.way == "separate":
             cut |= {"apart_tokens": 200, "apart_columns": 256}
         elif self.way != "chunks":
             columns = vocab if self.way == "whole" else 256
             cut = {"chunk_tokens": tokens, "chunk_columns": columns}
-        if self.way == "kept":
+        if self.way == "saved":
             cut |= {"kept_columns": 500, "kept_slot": 128}
-        if self.way == "once":
+        if self.way == "single":
             cut |= {"once_tokens": 128, "once_columns": vocab * 3 // 5}
         attributes |= cut
         if name != "backward":
@@ -326,30 +326,30 @@ def linear_cases() -> Iterator[Linear]:
         yield Linear("linear_cross_entropy_fused", "bf16", axis, "chunks", shape=MANY_COLUMNS)
         yield Linear("linear_cross_entropy_backward", "f16", axis, "chunks", shape=MANY_COLUMNS)
         yield Linear("linear_cross_entropy_fused", "bf16", axis, "whole", shape=MANY_TOKENS)
-    yield Linear("linear_cross_entropy_fused", "bf16", 0, "once", shape=MANY_COLUMNS)
+    yield Linear("linear_cross_entropy_fused", "bf16", 0, "single", shape=MANY_COLUMNS)
     # Of GPUs alone; logits in f32 say it of other dtypes.
     if jax.default_backend() == "gpu":
         for axis in (0, 1):
             yield Linear(DISTRIBUTION, "bf16", axis, "chunks", shape=MANY_COLUMNS)
             yield Linear(DISTRIBUTION, "bf16", axis, "whole", shape=MANY_TOKENS)
-        yield Linear(DISTRIBUTION, "bf16", 0, "once", shape=MANY_COLUMNS)
+        yield Linear(DISTRIBUTION, "bf16", 0, "single", shape=MANY_COLUMNS)
         yield Linear(DISTRIBUTION, "bf16", 0, "whole", has_bias=True)
         yield Linear(DISTRIBUTION, "f32", 0, "whole")
     for dtype in DTYPES:
         for axis in (0, 1):
             for target in ("forward", "backward", "fused"):
                 yield Linear(f"linear_cross_entropy_{target}", dtype, axis)
-            yield Linear("linear_cross_entropy_backward", dtype, axis, "apart")
+            yield Linear("linear_cross_entropy_backward", dtype, axis, "separate")
             yield Linear("linear_cross_entropy_fused", dtype, axis, "columns")
-        yield Linear("linear_cross_entropy_fused", dtype, 0, "kept")
-        yield Linear("linear_cross_entropy_fused", dtype, 0, "once")
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "saved")
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "single")
         # Logits get a bias in products of their own or, with V last, which is odd, by way of f32.
         for axis in (0, 1):
             yield Linear("linear_cross_entropy_forward", dtype, axis, has_bias=True)
-            yield Linear("linear_cross_entropy_backward", dtype, axis, "apart", has_bias=True)
+            yield Linear("linear_cross_entropy_backward", dtype, axis, "separate", has_bias=True)
             yield Linear("linear_cross_entropy_fused", dtype, axis, has_bias=True)
             yield Linear("linear_cross_entropy_fused", dtype, axis, "columns", has_bias=True)
-        yield Linear("linear_cross_entropy_fused", dtype, 0, "kept", has_bias=True)
+        yield Linear("linear_cross_entropy_fused", dtype, 0, "saved", has_bias=True)
 
 
 @dataclass(frozen=True)

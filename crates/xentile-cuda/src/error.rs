@@ -111,26 +111,26 @@ pub enum Error {
         /// Columns of a chunk.
         columns: usize,
     },
-    /// More logits to keep than there is room for.
+    /// More saved logits than the memory of dweight holds.
     #[error(
-        "{columns} columns of logits in slots of {slot} cannot be kept in the weight's gradient; keep \
-         fewer, of a weight [V, D] and with all tokens in a chunk"
+        "logits of {columns} columns, in slots of {slot}, cannot be saved in the memory of dweight; \
+         save fewer, of a weight [V, D] and with all tokens in a chunk"
     )]
-    Kept {
-        /// Columns that were to be kept.
+    SavedColumns {
+        /// Columns whose logits were to be saved.
         columns: usize,
         /// Columns of a slot.
         slot: usize,
     },
-    /// Columns that a pass cannot make once where it makes the others again.
+    /// Columns that cannot have a single pass.
     #[error(
-        "logits of {columns} columns cannot be made once, {tokens} tokens at a time, and the others' \
-         again; that takes some of the columns of a weight [V, D], and no logits that are kept"
+        "{columns} columns cannot have a single pass, {tokens} tokens at a time; it takes some of the \
+         columns of a weight [V, D] whose gradient has its dtype, and no saved logits"
     )]
-    Once {
+    SinglePass {
         /// Tokens of a chunk.
         tokens: usize,
-        /// Columns that were to be made once.
+        /// Columns that were to have a single pass.
         columns: usize,
     },
     /// A row longer than kernels count.

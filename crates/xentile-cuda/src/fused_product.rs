@@ -186,14 +186,14 @@ impl FusedProduct {
         4 * vocab.div_ceil(32)
     }
 
-    /// Those bits, as [`unnormalised`](Self::unnormalised) leaves them in `of_tokens`.
-    pub(crate) fn labelled(&self, of_tokens: *mut c_void) -> *mut u32 {
-        of_tokens.wrapping_byte_add(Self::labelled_at(self.tokens)).cast()
+    /// Those bits, as [`unnormalised`](Self::unnormalised) leaves them in `token_scalars`.
+    pub(crate) fn labelled(&self, token_scalars: *mut c_void) -> *mut u32 {
+        token_scalars.wrapping_byte_add(Self::labelled_at(self.tokens)).cast()
     }
 
     /// Where that is of a token.
-    pub(crate) fn gradient_of(of_tokens: *mut c_void, token: usize) -> *mut c_void {
-        of_tokens.wrapping_byte_add(ALIGNMENT + GRADIENT_BYTES * token)
+    pub(crate) fn gradient_of(token_scalars: *mut c_void, token: usize) -> *mut c_void {
+        token_scalars.wrapping_byte_add(ALIGNMENT + GRADIENT_BYTES * token)
     }
 
     fn layout(&self, parts: usize, epilogue: Epilogue) -> Layout {
@@ -322,7 +322,7 @@ impl FusedProduct {
     }
 
     /// Has `stream` find what tokens' dlogits are made of, for any columns, and write it to
-    /// `of_tokens`, [`bytes_of_tokens`](Self::bytes_of_tokens) on a GPU at a multiple of 256.
+    /// `token_scalars`, [`bytes_of_tokens`](Self::bytes_of_tokens) on a GPU at a multiple of 256.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -335,7 +335,7 @@ impl FusedProduct {
         labels: Labels,
         saved: SavedLse,
         cotangents: Cotangents,
-        of_tokens: *mut c_void,
+        token_scalars: *mut c_void,
     ) -> Result<()> {
         check(Device::current()?, self.dtype, self.width, self.weight().1)?;
         if self.tokens == 0 {
@@ -344,7 +344,7 @@ impl FusedProduct {
         let shape = LogitsShape::new(self.tokens, self.vocab)?;
         let row = Kernel::new(self.options, shape, self.dtype)?.arguments(null(), labels);
         let row = row.with_cotangents(null_mut(), saved, cotangents);
-        let gradients = Self::gradient_of(of_tokens, 0);
+        let gradients = Self::gradient_of(token_scalars, 0);
         let arguments = Arguments { gradients, ..Arguments::with_row(row) };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch_on_tokens("fused_product_prepare", 1, stream, &arguments) }
@@ -364,7 +364,7 @@ impl FusedProduct {
         operands: Operands,
         saved: SavedLse,
         cotangents: Cotangents,
-        (of_tokens, first_token): (*mut c_void, usize),
+        (token_scalars, first_token): (*mut c_void, usize),
         dlogits: DLogits,
     ) -> Result<()> {
         self.check_place("dlogits", dlogits)?;
@@ -378,7 +378,7 @@ impl FusedProduct {
         let arguments =
             self.arguments(Epilogue::Backward, operands, (dlogits, dlogits.columns), parts, none)?;
         let row = arguments.row.with_cotangents(dlogits.at, saved, cotangents);
-        let gradients = Self::gradient_of(of_tokens, first_token);
+        let gradients = Self::gradient_of(token_scalars, first_token);
         let arguments = Arguments { row, gradients, ..arguments };
         // SAFETY: passed on from this function's contract.
         unsafe { ready.launch_product(stream, &arguments) }

@@ -1,14 +1,14 @@
 //! Cross-entropy of hidden states against an output matrix, in as much scratch as is allowed.
 //!
-//! Logits are sums in f32, with a bias, and are never rounded. On Hopper products that have the
-//! cross-entropy in them ([`fused_product`](crate::fused_product)) make the unnormalised softmax, or
-//! dlogits, of a chunk at a time, and two more products take that from there; elsewhere a product of
-//! cuBLASLt makes logits, few at a time where operands have 16 bits, for the kernels of
-//! [`cross_entropy`](crate::cross_entropy). Sums over chunks are in f32 and rounded once. Every order
-//! is fixed, so that results are the same from run to run.
+//! Logits are float32 sums, with a bias, and are never rounded. On Hopper, GEMMs with the
+//! cross-entropy as their epilogue ([`fused_product`](crate::fused_product)) write the unnormalised
+//! softmax, or dlogits, of a chunk, which two more GEMMs read. Elsewhere a GEMM of cuBLASLt writes
+//! logits, a block of a chunk at a time with 16-bit operands, for the kernels of
+//! [`cross_entropy`](crate::cross_entropy). Sums over chunks are in float32 and rounded once. Every
+//! order is fixed, so that results are the same from run to run.
 //!
-//! Until it is written the weight's gradient is scratch as well: half of its own sums are there, or what
-//! need not be made again.
+//! Until dweight is written, its memory is scratch as well: it holds half of dweight's float32 sums, or
+//! saved logits.
 
 mod run;
 mod tiling;
@@ -25,7 +25,7 @@ pub use crate::operands::{Operands, Scratch};
 use crate::{Error, Result};
 use run::{Block, Run};
 use tiling::{Chunk, Columns, Sweep, chunks};
-pub use tiling::{Extents, Kept};
+pub use tiling::{Extents, SavedColumns};
 
 /// The problem, and how it is tiled.
 #[derive(Clone, Copy, Debug)]
@@ -49,23 +49,23 @@ pub struct Linear {
     /// Whether the fused pass leaves the gradient of hidden to [`hidden`](Self::hidden), which may run
     /// while devices add up that of the weight.
     pub leaves_hidden: bool,
-    /// The chunks that logits are made in. Of those of the fused pass one extent at least is whole,
-    /// but for `once`.
+    /// The chunks that logits are computed in. In the fused pass a chunk has all tokens or all columns,
+    /// unless there is a `single_pass`.
     pub chunk: Extents,
-    /// Where the backward pass sweeps for dhidden and for dweight one after the other, so that sums of
-    /// one chunk are all it keeps, for one product more: the chunks of the second sweep.
-    pub apart: Option<Extents>,
-    /// Where the fused pass takes chunks of columns: those that it need not make again, besides its
-    /// last chunk. For a weight `[V, D]`.
-    pub kept: Option<Kept>,
-    /// In the place of both: columns, the vocabulary's first, whose logits the fused pass makes once,
-    /// with gradients of so many tokens at a time, before it goes over the others in chunks of any
+    /// Where the backward pass has separate sweeps for dhidden and dweight, so that only one of them has
+    /// float32 sums, for one GEMM more: the chunks of the sweep for dweight.
+    pub dweight_chunk: Option<Extents>,
+    /// Where the fused pass takes chunks of columns: the columns whose logits it saves in the memory of
+    /// dweight, besides those of its last chunk. For a weight `[V, D]`.
+    pub saved_columns: Option<SavedColumns>,
+    /// In the place of both: the first columns of the vocabulary, whose logits and gradients the fused
+    /// pass computes in chunks of so many tokens, before it computes the other columns in chunks of any
     /// extents. For a weight `[V, D]`.
-    pub once: Option<Extents>,
-    /// Whether logits of a chunk go through memory, in f32, where operands have 16 bits: for few of
-    /// them, whose long sums cuBLASLt splits among all multiprocessors, and in three products where no
-    /// product has the cross-entropy in it.
-    pub wide: bool,
+    pub single_pass: Option<Extents>,
+    /// Whether logits of 16-bit operands are written to memory in float32: for few logits, whose long
+    /// sums cuBLASLt splits among all multiprocessors, and where no GEMM has the cross-entropy as its
+    /// epilogue, for three GEMMs.
+    pub f32_logits: bool,
     /// Bytes that products have to work in, for sums that are split among more multiprocessors. With
     /// operands of 16 bits, logits that no product of Hopper's makes are there in f32: some MiB are
     /// right then, and 256 bytes are the least.
@@ -107,7 +107,7 @@ impl Linear {
         scratch: Scratch,
     ) -> Result<()> {
         let pass = Pass::Forward;
-        let sweep = Sweep { chunk: self.chunk, of_hidden: false, of_weight: false, once: false };
+        let sweep = Sweep { makes_hidden: false, makes_weight: false, ..Sweep::of(self.chunk) };
         let run = Run::new(self, options, pass, sweep, stream, operands, scratch)?;
         // SAFETY: passed on from this function's contract.
         unsafe { run.forward_outputs(self.all_columns(), outputs) }
@@ -154,7 +154,7 @@ impl Linear {
         gradients: Gradients,
     ) -> Result<()> {
         let (sweep, stream) = (run.sweep, run.stream);
-        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
+        let (hidden_total, weight_total) = (run.plan_hidden(gradients), run.plan_weight(gradients));
         let all_columns = || columns.evenly(sweep.chunk.columns);
         // SAFETY: passed on from this function's contract.
         unsafe { run.prepare(saved, cotangents) }?;
@@ -163,23 +163,23 @@ impl Linear {
             // SAFETY: passed on from this function's contract.
             unsafe {
                 run.dlogits(&block, saved, cotangents)?;
-                if sweep.of_weight {
+                if sweep.makes_weight {
                     run.add_to_bias(gradients, &block, tokens.first == 0)?;
                 }
-                if sweep.of_hidden {
-                    run.add_to_hidden(of_hidden, &block, columns.first == 0)?;
+                if sweep.makes_hidden {
+                    run.add_to_hidden(hidden_total, &block, columns.first == 0)?;
                 }
-                if sweep.of_weight {
-                    run.add_to_weight(of_weight, &block, tokens.first == 0)?;
+                if sweep.makes_weight {
+                    run.add_to_weight(weight_total, &block, tokens.first == 0)?;
                 }
             }
             Ok(())
         };
-        if !sweep.of_weight {
+        if !sweep.makes_weight {
             for tokens in chunks(self.tokens, sweep.chunk.tokens) {
                 all_columns().try_for_each(|columns| chunk(tokens, columns))?;
                 // SAFETY: as above.
-                unsafe { of_hidden.end(stream, tokens, run.spare()) }?;
+                unsafe { hidden_total.end(stream, tokens, run.spare()) }?;
             }
             return Ok(());
         }
@@ -188,11 +188,11 @@ impl Linear {
                 chunk(tokens, columns)?;
             }
             // SAFETY: as above.
-            unsafe { of_weight.end(stream, columns, run.spare()) }?;
+            unsafe { weight_total.end(stream, columns, run.spare()) }?;
         }
-        if sweep.of_hidden {
+        if sweep.makes_hidden {
             // SAFETY: as above.
-            unsafe { of_hidden.end(stream, self.all_tokens(), run.spare()) }?;
+            unsafe { hidden_total.end(stream, self.all_tokens(), run.spare()) }?;
         }
         Ok(())
     }
@@ -201,9 +201,8 @@ impl Linear {
     /// for cotangents `dloss` `[N]` of the losses.
     ///
     /// # Errors
-    /// As those of [`forward`](Self::forward); chunks that are parts of both extents, columns that
-    /// cannot be made once, and more to keep
-    /// than there is room for.
+    /// As those of [`forward`](Self::forward); chunks that have neither all tokens nor all
+    /// columns, columns that cannot have a single pass, more saved logits than there is room for.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -243,7 +242,7 @@ impl Linear {
         if !self.is_one_chunk() {
             return Ok(());
         }
-        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
+        let sweep = Sweep::of(self.chunk);
         let run = Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)?;
         // SAFETY: passed on from this function's contract.
         if run.leaves_hidden()? { unsafe { run.times_weight(gradient) } } else { Ok(()) }
@@ -293,16 +292,16 @@ impl Linear {
         scratch: Scratch,
     ) -> Result<()> {
         let Extents { tokens, columns } = self.chunk;
-        if let Some(once) = self.once {
-            if !self.has_once(once) {
-                let Extents { tokens, columns } = once;
-                return Err(Error::Once { tokens, columns });
+        if let Some(single_pass) = self.single_pass {
+            if !self.allows_single_pass(single_pass) {
+                let Extents { tokens, columns } = single_pass;
+                return Err(Error::SinglePass { tokens, columns });
             }
             let new = |sweep| {
                 Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)
                     .map(|run| run.saying(distribution))
             };
-            let [first, second] = self.sweeps_of_both(once).map(new);
+            let [first, second] = self.sweeps_of_both(single_pass).map(new);
             // SAFETY: passed on from this function's contract.
             return unsafe { self.fused_by_both([&first?, &second?], dloss, outputs, gradients) };
         }
@@ -312,10 +311,10 @@ impl Linear {
         if self.adds_to_weight && self.weight_gradient != DType::F32 {
             return Err(Error::RunningSums { dtype: self.weight_gradient });
         }
-        if let Some(kept) = self.kept.filter(|&kept| !self.has_room(kept)) {
-            return Err(Error::Kept { columns: kept.columns, slot: kept.slot });
+        if let Some(saved) = self.saved_columns.filter(|&saved| !self.has_room(saved)) {
+            return Err(Error::SavedColumns { columns: saved.columns, slot: saved.slot });
         }
-        let sweep = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
+        let sweep = Sweep::of(self.chunk);
         let run = Run::new(self, options, Pass::Fused, sweep, stream, operands, scratch)?;
         let run = run.saying(distribution);
         // SAFETY: passed on from this function's contract.
@@ -328,7 +327,7 @@ impl Linear {
         }
     }
 
-    /// The fused pass over chunks of tokens: whole rows of logits, which are made once.
+    /// The fused pass over chunks of tokens: whole rows of logits, none of them recomputed.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -339,7 +338,7 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
+        let (hidden_total, weight_total) = (run.plan_hidden(gradients), run.plan_weight(gradients));
         let columns = self.all_columns();
         let first = Chunk { first: 0, count: self.chunk.tokens.min(self.tokens) };
         let has_unnormalised = run.has_unnormalised(first, 1);
@@ -357,12 +356,12 @@ impl Linear {
                 }
                 run.fused(&block, dloss, outputs)?;
                 run.add_to_bias(gradients, &block, tokens.first == 0)?;
-                run.add_to_hidden(of_hidden, &block, true)?;
-                run.add_to_weight(of_weight, &block, tokens.first == 0)?;
+                run.add_to_hidden(hidden_total, &block, true)?;
+                run.add_to_weight(weight_total, &block, tokens.first == 0)?;
             }
         }
         // SAFETY: as above.
-        unsafe { of_weight.end(run.stream, columns, run.spare()) }
+        unsafe { weight_total.end(run.stream, columns, run.spare()) }
     }
 
     /// Fills `outputs`, and makes gradients of what is in them: two products for each logit.
@@ -385,9 +384,8 @@ impl Linear {
         }
     }
 
-    /// The fused pass over chunks of columns. The unnormalised softmax of some has a place, in the
-    /// scratch or in the memory of the weight's gradient; the others are gone over for lse and again
-    /// for gradients.
+    /// The fused pass over chunks of columns. It saves the unnormalised softmax of some columns, in the
+    /// scratch or in the memory of dweight, and recomputes the logits of the others for gradients.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -402,38 +400,39 @@ impl Linear {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.fused_by_columns_of_f32(run, dloss, outputs, gradients) };
         }
-        let Columns { kept, last, again } = self.columns();
-        let blocks = self.blocks_once(run, &kept, last, gradients);
+        let Columns { saved_columns, last, recomputed } = self.columns();
+        let blocks = self.saved_blocks(run, &saved_columns, last, gradients);
         if !run.has_unnormalised(self.all_tokens(), blocks.len()) {
             // SAFETY: passed on from this function's contract.
             return unsafe { self.by_lse(run, self.all_columns(), dloss, outputs, gradients) };
         }
         let (saved, cotangents) = split_outputs(dloss, outputs);
-        // SAFETY: passed on from this function's contract. A kept unnormalised softmax lies where
-        // nothing is written before they were read for the last time: see `kept_at`.
+        // SAFETY: passed on from this function's contract. A saved unnormalised softmax lies
+        // where nothing is written before its last read: see `saved_logits_at`.
         unsafe {
             run.by_unnormalised(&blocks, dloss, outputs, gradients)?;
-            if again.count == 0 {
+            if recomputed.count == 0 {
                 return Ok(());
             }
-            self.sweep(run, again, saved, cotangents, gradients)
+            self.sweep(run, recomputed, saved, cotangents, gradients)
         }
     }
 
-    /// Columns that are made once: those that are kept, and the last in the scratch.
-    fn blocks_once(
+    /// The columns whose logits are not recomputed: those saved in dweight, and the last in the scratch.
+    fn saved_blocks(
         &self,
         run: &Run,
-        kept: &[Chunk],
+        saved_columns: &[Chunk],
         last: Chunk,
         gradients: Gradients,
     ) -> Vec<Block> {
-        let slot = self.kept.map_or(1, |kept| kept.slot);
-        let kept = kept.iter().map(|&columns| run.kept_block(columns, slot, gradients));
-        kept.chain([run.block(self.all_tokens(), last)]).collect()
+        let slot = self.saved_columns.map_or(1, |saved| saved.slot);
+        let saved_columns =
+            saved_columns.iter().map(|&columns| run.saved_block(columns, slot, gradients));
+        saved_columns.chain([run.block(self.all_tokens(), last)]).collect()
     }
 
-    /// The same with operands of f32, whose logits are kept.
+    /// The same with float32 operands, whose logits are saved.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
@@ -444,75 +443,76 @@ impl Linear {
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let Columns { kept, last, again } = self.columns();
-        let (of_hidden, of_weight) = (run.plan_hidden(gradients), run.plan_weight(gradients));
-        let blocks = self.blocks_once(run, &kept, last, gradients);
+        let Columns { saved_columns, last, recomputed } = self.columns();
+        let (hidden_total, weight_total) = (run.plan_hidden(gradients), run.plan_weight(gradients));
+        let blocks = self.saved_blocks(run, &saved_columns, last, gradients);
         let (saved, cotangents) = split_outputs(dloss, outputs);
-        // SAFETY: passed on from this function's contract. Kept logits lie where nothing is written
-        // before they were read for the last time: see `kept_at`.
+        // SAFETY: passed on from this function's contract. Saved logits lie where nothing is
+        // written before their last read: see `saved_logits_at`.
         unsafe {
-            let Some((last, kept)) = blocks.split_last() else { return Ok(()) };
-            for block in kept {
+            let Some((last, saved_columns)) = blocks.split_last() else { return Ok(()) };
+            for block in saved_columns {
                 run.forward(block, outputs)?;
             }
-            run.forward_outputs(again, outputs)?;
+            run.forward_outputs(recomputed, outputs)?;
             run.fused(last, dloss, outputs)?;
             run.prepare(saved, cotangents)?;
             let add = |block: &Block, first| -> Result<()> {
                 run.add_to_bias(gradients, block, true)?;
-                run.add_to_hidden(of_hidden, block, first)?;
-                run.add_to_weight(of_weight, block, true)
+                run.add_to_hidden(hidden_total, block, first)?;
+                run.add_to_weight(weight_total, block, true)
             };
-            for (index, block) in kept.iter().enumerate() {
+            for (index, block) in saved_columns.iter().enumerate() {
                 run.backward(block, saved, cotangents)?;
                 add(block, index == 0)?;
             }
-            add(last, kept.is_empty())?;
-            for columns in again.evenly(self.chunk.columns) {
+            add(last, saved_columns.is_empty())?;
+            for columns in recomputed.evenly(self.chunk.columns) {
                 let block = run.block(self.all_tokens(), columns);
                 run.dlogits(&block, saved, cotangents)?;
                 add(&block, false)?;
             }
-            of_hidden.end(run.stream, self.all_tokens(), run.spare())
+            hidden_total.end(run.stream, self.all_tokens(), run.spare())
         }
     }
 
-    /// The fused pass over some columns by chunks of tokens, while the others are added up only; and
-    /// over those once more, for gradients. Where there is none, that is over all.
+    /// The single pass over the first columns by chunks of tokens, which computes lse of all columns;
+    /// then a sweep over the other columns for gradients. Without an unnormalised softmax the sweep is
+    /// over all columns.
     ///
     /// # Safety
     /// As for [`forward`](Self::forward).
     unsafe fn fused_by_both(
         &self,
-        [once, again]: [&Run; 2],
+        [single, recomputed]: [&Run; 2],
         dloss: *const f32,
         outputs: TokenOutputs,
         gradients: Gradients,
     ) -> Result<()> {
-        let Extents { tokens, columns } = once.sweep.chunk;
+        let Extents { tokens, columns } = single.sweep.chunk;
         let all = self.all_columns();
         let [columns, rest] = all.split_at(columns);
         let first = Chunk { first: 0, count: tokens.min(self.tokens) };
-        if !once.has_unnormalised(first, 1) {
+        if !single.has_unnormalised(first, 1) {
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.by_lse(again, all, dloss, outputs, gradients) };
+            return unsafe { self.by_lse(recomputed, all, dloss, outputs, gradients) };
         }
         let (saved, cotangents) = split_outputs(dloss, outputs);
         // SAFETY: passed on from this function's contract.
         unsafe {
             for tokens in chunks(self.tokens, tokens) {
-                let block = once.block(tokens, columns);
-                once.by_some_unnormalised(&block, dloss, outputs, gradients)?;
+                let block = single.block(tokens, columns);
+                single.by_some_unnormalised(&block, dloss, outputs, gradients)?;
             }
-            once.plan_weight(gradients).end(once.stream, columns, once.spare())?;
-            self.sweep(again, rest, saved, cotangents, gradients)
+            single.plan_weight(gradients).end(single.stream, columns, single.spare())?;
+            self.sweep(recomputed, rest, saved, cotangents, gradients)
         }
     }
 
-    /// Whether the fused pass makes all logits at once.
+    /// Whether one chunk has all logits of the fused pass.
     fn is_one_chunk(&self) -> bool {
         let Extents { tokens, columns } = self.chunk;
-        self.once.is_none() && tokens >= self.tokens && columns >= self.vocab
+        self.single_pass.is_none() && tokens >= self.tokens && columns >= self.vocab
     }
 
     fn all_tokens(&self) -> Chunk {
@@ -551,10 +551,10 @@ mod tests {
             adds_to_weight: false,
             leaves_hidden: false,
             chunk: Extents { tokens: 2, columns: 500 },
-            apart: None,
-            kept: None,
-            once: None,
-            wide: false,
+            dweight_chunk: None,
+            saved_columns: None,
+            single_pass: None,
+            f32_logits: false,
             workspace_bytes: 0,
             time_block: None,
             block_size: None,
@@ -579,17 +579,17 @@ mod tests {
              all tokens or all columns"
         );
         let chunk = Extents { tokens: 4, columns: 500 };
-        let kept = Some(Kept { columns: 501, slot: 64 });
+        let saved_columns = Some(SavedColumns { columns: 501, slot: 64 });
         assert_eq!(
-            refused(Linear { chunk, kept, ..linear }),
-            "501 columns of logits in slots of 64 cannot be kept in the weight's gradient; keep \
+            refused(Linear { chunk, saved_columns, ..linear }),
+            "logits of 501 columns, in slots of 64, cannot be saved in the memory of dweight; save \
              fewer, of a weight [V, D] and with all tokens in a chunk"
         );
-        let once = Some(Extents { tokens: 2, columns: 1000 });
+        let single_pass = Some(Extents { tokens: 2, columns: 1000 });
         assert_eq!(
-            refused(Linear { once, ..linear }),
-            "logits of 1000 columns cannot be made once, 2 tokens at a time, and the others' again; \
-             that takes some of the columns of a weight [V, D], and no logits that are kept"
+            refused(Linear { single_pass, ..linear }),
+            "1000 columns cannot have a single pass, 2 tokens at a time; it takes some of the columns of \
+             a weight [V, D] whose gradient has its dtype, and no saved logits"
         );
     }
 }

@@ -93,9 +93,9 @@ fn product(pass: Pass, [tokens, width, vocab]: [usize; 3], vocab_is_last: bool) 
         let saved = SavedLse { lse: some, lse_low: some };
         let cotangents = Cotangents { loss: some, logps: some, lse: some };
         let dlogits = DLogits { at: at(0x40_000), stride: 1024, first_column: 7, columns: 1001 };
-        let of_tokens = at(0x50_000);
-        product.prepare(at(1), labels, saved, cotangents, of_tokens)?;
-        product.backward(at(1), operands, saved, cotangents, (of_tokens, 0), dlogits)
+        let token_scalars = at(0x50_000);
+        product.prepare(at(1), labels, saved, cotangents, token_scalars)?;
+        product.backward(at(1), operands, saved, cotangents, (token_scalars, 0), dlogits)
     }
 }
 

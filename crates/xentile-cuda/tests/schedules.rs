@@ -33,7 +33,9 @@ use xentile::{DType, Element, linear_cross_entropy};
 use xentile_cuda::cross_entropy::{
     Cotangents, DistributionOutputs, Labels, Pass, SavedLse, TokenOutputs,
 };
-use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
+use xentile_cuda::linear_cross_entropy::{
+    Extents, Gradients, Linear, Operands, SavedColumns, Scratch,
+};
 
 /// Runs [`schedules`] as a process that finds the fake libraries, on a GPU of `capability`.
 fn run(capability: &str, variables: &[(&str, &str)]) {
@@ -187,8 +189,8 @@ impl<E: Element> Problem<E> {
             (0..vocab).max_by(|&a, &b| logit(a).total_cmp(&logit(b))).unwrap_or(0) as i64
         };
         (1..tokens).step_by(3).for_each(|token| labels[token] = likeliest(token));
-        let mut of_tokens = || -> Vec<f32> { (0..tokens).map(|_| rng.random()).collect() };
-        let mut cotangents = [of_tokens(), of_tokens(), of_tokens()];
+        let mut token_scalars = || -> Vec<f32> { (0..tokens).map(|_| rng.random()).collect() };
+        let mut cotangents = [token_scalars(), token_scalars(), token_scalars()];
         cotangents.iter_mut().for_each(|cotangents| cotangents[1 % tokens] = 0.0);
         let extents = axis.weight(vocab, width);
         let shape = LinearShape::new([tokens, width], extents, Some(axis)).unwrap();
@@ -322,7 +324,7 @@ impl<E: Element> Problem<E> {
         scratch.check("the scratch");
         of_hidden.check("dhidden");
         of_weight.check("dweight");
-        let (of_tokens, of_gradient) = match linear.dtype {
+        let (token_error, gradient_error) = match linear.dtype {
             DType::F32 => (1e-5, 1e-5),
             // What gradients are made of is rounded, and no logit.
             _ => (1e-5, 5e-3),
@@ -330,10 +332,10 @@ impl<E: Element> Problem<E> {
         if pass != Pass::Backward {
             let wanted: Vec<f64> = self.outputs.iter().map(|token| token.loss).collect();
             let found = error(&numbers[0].read::<f32>(tokens), &wanted);
-            assert!(found < of_tokens, "loss {found}");
+            assert!(found < token_error, "loss {found}");
             let wanted: Vec<f64> = self.outputs.iter().map(|token| token.lse).collect();
             let found = error(&numbers[2].read::<f32>(tokens), &wanted);
-            assert!(found < of_tokens, "lse {found}");
+            assert!(found < token_error, "lse {found}");
         }
         if has_distribution {
             let of = |token: usize| self.labels[token] == self.options.ignore_index;
@@ -353,18 +355,18 @@ impl<E: Element> Problem<E> {
             let wanted = &self.gradients[usize::from(pass == Pass::Fused)];
             let found = of_hidden.numbers::<E>(linear.hidden_gradient, self.hidden.len());
             let found = error(&found, &wanted.hidden);
-            assert!(found < of_gradient, "dhidden {found}");
+            assert!(found < gradient_error, "dhidden {found}");
             let mut found = of_weight.numbers::<E>(linear.weight_gradient, self.weight.len());
             if linear.adds_to_weight && pass == Pass::Fused {
                 found.iter_mut().for_each(|x| *x -= RUNNING);
             }
             let found = error(&found, &wanted.weight);
-            assert!(found < of_gradient, "dweight {found}");
+            assert!(found < gradient_error, "dweight {found}");
             if let Some(of_bias) = of_bias {
                 of_bias.check("dbias");
                 let wanted = &wanted.bias;
                 let found = error(&of_bias.read::<f32>(wanted.len()), wanted);
-                assert!(found < of_gradient, "dbias {found}");
+                assert!(found < gradient_error, "dbias {found}");
             }
         }
     }
@@ -402,10 +404,10 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
                 adds_to_weight: false,
                 leaves_hidden: rng.random(),
                 chunk: extents(rng),
-                apart: rng.random::<bool>().then(|| extents(rng)),
-                kept: None,
-                once: None,
-                wide: rng.random_range(0..4) == 0,
+                dweight_chunk: rng.random::<bool>().then(|| extents(rng)),
+                saved_columns: None,
+                single_pass: None,
+                f32_logits: rng.random_range(0..4) == 0,
                 workspace_bytes: [least, 1 << 12, 1 << 16][rng.random_range(0..3)],
                 time_block: None,
                 block_size: None,
@@ -417,23 +419,26 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
             let slot = rng.random_range(1..=vocab);
             let whole = |tokens, columns| Extents { tokens, columns };
             let last = some_of(rng, vocab);
-            // All that are not the last chunk's, where none is made again, or fewer.
+            // All but the last chunk's, where none is recomputed, or fewer.
             let columns = some_of(rng, (vocab - last).max(1));
             let by_tokens = Linear { chunk: whole(linear.chunk.tokens, vocab), ..linear };
             let by_columns = Linear { chunk: whole(tokens, last), ..linear };
-            let kept =
-                Linear { kept: Some(Kept { columns, slot: slot.min(columns) }), ..by_columns };
+            let saved_columns = Linear {
+                saved_columns: Some(SavedColumns { columns, slot: slot.min(columns) }),
+                ..by_columns
+            };
             // Any columns but all, in any chunks, and the others in any.
             let first = whole(some_of(rng, tokens), rng.random_range(1..vocab));
-            let once = (axis == VocabAxis::First).then_some(Linear { once: Some(first), ..linear });
+            let single_pass =
+                (axis == VocabAxis::First).then_some(Linear { single_pass: Some(first), ..linear });
             let running = Linear {
                 weight_gradient: DType::F32,
                 adds_to_weight: true,
                 ..[by_tokens, by_columns][rng.random_range(0..2)]
             };
-            let once = once.filter(|linear| linear.weight_gradient == linear.dtype);
-            let all = [by_tokens, by_columns, most_kept(kept), running];
-            for linear in all.into_iter().chain(once) {
+            let single_pass = single_pass.filter(|linear| linear.weight_gradient == linear.dtype);
+            let all = [by_tokens, by_columns, most_saved(saved_columns), running];
+            for linear in all.into_iter().chain(single_pass) {
                 problem.check(&linear, Pass::Fused);
                 ran += 1;
             }
@@ -443,12 +448,12 @@ fn problems<E: Element>(rng: &mut ChaCha8Rng) -> usize {
 }
 
 /// With fewer columns where there is no room for as many.
-fn most_kept(linear: Linear) -> Linear {
-    let mut kept = linear.kept.unwrap();
-    while kept.columns > 0 && !linear.has_room(kept) {
-        kept.columns -= 1;
+fn most_saved(linear: Linear) -> Linear {
+    let mut saved_columns = linear.saved_columns.unwrap();
+    while saved_columns.columns > 0 && !linear.has_room(saved_columns) {
+        saved_columns.columns -= 1;
     }
-    Linear { kept: (kept.columns > 0).then_some(kept), ..linear }
+    Linear { saved_columns: (saved_columns.columns > 0).then_some(saved_columns), ..linear }
 }
 
 /// A problem in one chunk that has an unnormalised softmax, so many times 8 wide.
@@ -473,10 +478,10 @@ fn with_unnormalised(rng: &mut ChaCha8Rng, width: Range<usize>) -> (Problem<bf16
         adds_to_weight: false,
         leaves_hidden: false,
         chunk: Extents { tokens, columns: vocab },
-        apart: None,
-        kept: None,
-        once: None,
-        wide: false,
+        dweight_chunk: None,
+        saved_columns: None,
+        single_pass: None,
+        f32_logits: false,
         workspace_bytes: 1 << 16,
         time_block: None,
         block_size: None,
@@ -490,15 +495,15 @@ fn unnormalised_in_places(rng: &mut ChaCha8Rng) -> usize {
     while ran < 8 {
         let (problem, whole) = with_unnormalised(rng, 8..12);
         // Too little for sums of dhidden.
-        let apart = Linear { leaves_hidden: true, workspace_bytes: 1 << 12, ..whole };
-        problem.check(&apart, Pass::Fused);
+        let in_two_calls = Linear { leaves_hidden: true, workspace_bytes: 1 << 12, ..whole };
+        problem.check(&in_two_calls, Pass::Fused);
         let Linear { tokens, vocab, .. } = whole;
         let last = rng.random_range(vocab * 2 / 3..vocab);
         let (columns, slots) = (vocab - last, rng.random_range(1..4));
-        let kept = Kept { columns, slot: columns.div_ceil(slots) };
+        let saved_columns = SavedColumns { columns, slot: columns.div_ceil(slots) };
         let chunk = Extents { tokens, columns: last };
-        let linear = Linear { chunk, kept: Some(kept), ..whole };
-        if linear.has_room(kept) {
+        let linear = Linear { chunk, saved_columns: Some(saved_columns), ..whole };
+        if linear.has_room(saved_columns) {
             problem.check(&linear, Pass::Fused);
             ran += 1;
         }
@@ -514,7 +519,7 @@ fn unnormalised_of_some(rng: &mut ChaCha8Rng) -> usize {
         let Linear { tokens, vocab, .. } = whole;
         let mut extents =
             || Extents { tokens: some_of(rng, tokens), columns: rng.random_range(1..vocab) };
-        let linear = Linear { chunk: extents(), once: Some(extents()), ..whole };
+        let linear = Linear { chunk: extents(), single_pass: Some(extents()), ..whole };
         problem.check(&linear, Pass::Fused);
     }
     12
@@ -534,10 +539,10 @@ fn too_little_for_logits() {
         adds_to_weight: false,
         leaves_hidden: false,
         chunk: Extents { tokens: 3, columns: 130 },
-        apart: None,
-        kept: None,
-        once: None,
-        wide: false,
+        dweight_chunk: None,
+        saved_columns: None,
+        single_pass: None,
+        f32_logits: false,
         workspace_bytes: 1023,
         time_block: None,
         block_size: None,

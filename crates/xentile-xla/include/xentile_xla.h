@@ -109,8 +109,8 @@ int32_t xentile_prefers_xla(const char* backend, const char* operation, const ch
  *      "limits": {"scratch_bytes": 268435456}}
  *
  * For CPUs there is "dtype" ("bf16") beside "platform", and limits have "tile" ([time_block, block_size],
- * each may be null), "xla_products" (GEMMs of the program without the call) and "hands_over" (whether a
- * forward pass may leave logits to the backward pass) too. The answer is {"plan": {"tokens": .., "columns": ..,
+ * each may be null), "xla_products" (GEMMs of the program without the call) and "may_save_logits" (whether a
+ * forward pass may save logits for the backward pass) too. The answer is {"plan": {"tokens": .., "columns": ..,
  * "products": .., "scratch_bytes": .., ..}}, {"plan": null} where no plan fits or none is better than XLA's
  * program, or {"error": ".."}. crates/xentile/src/linear_cross_entropy/plan.rs documents every key.
  *

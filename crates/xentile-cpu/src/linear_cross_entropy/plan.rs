@@ -62,19 +62,19 @@ fn with_saved(
     least: usize,
     limits: &CpuLimits,
 ) -> Plan {
-    let hands_over = limits.hands_over && !problem.reduced;
+    let saves_logits = limits.may_save_logits && !problem.reduced;
     let mut plan = Plan {
         tokens: problem.tokens,
         columns,
         products: 4.0,
         scratch_bytes: least,
-        apart: None,
-        kept: None,
-        once: None,
-        wide: false,
-        hands_over: false,
+        dweight_chunk: None,
+        saved_columns: None,
+        single_pass: None,
+        f32_logits: false,
+        saves_logits: false,
     };
-    if !(problem.reduced || hands_over) || !layout::keeps(shape, dtype, columns) {
+    if !(problem.reduced || saves_logits) || !layout::keeps(shape, dtype, columns) {
         return plan;
     }
     let room = (limits.scratch_bytes - least) / dtype.size_bytes();
@@ -89,7 +89,7 @@ fn with_saved(
     if recomputed < problem.vocab {
         plan.products = 3.0 + recomputed as f64 / problem.vocab as f64;
         plan.scratch_bytes += in_scratch * problem.tokens * dtype.size_bytes();
-        plan.hands_over = hands_over;
+        plan.saves_logits = saves_logits;
     }
     plan
 }

@@ -67,7 +67,7 @@ pub struct Unnormalised<'a> {
     /// Room for [`bytes_of_tokens`](FusedProduct::bytes_of_tokens), at a multiple of 256, which
     /// nothing else writes between [`unnormalised`](FusedProduct::unnormalised) and
     /// [`times_weight`](FusedProduct::times_weight).
-    pub of_tokens: *mut c_void,
+    pub token_scalars: *mut c_void,
     /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
     pub rescales: *mut c_void,
     /// Where what is said of each token's distribution goes, if that is asked for. Of the likeliest
@@ -106,7 +106,7 @@ impl FusedProduct {
         if !unnormalised_support(dtype, tokens, &options) {
             return Err(Error::Unnormalised { dtype, tokens, most: MOST_TOKENS });
         }
-        let Unnormalised { places, scaled, of_tokens, rescales, distribution } = to;
+        let Unnormalised { places, scaled, token_scalars, rescales, distribution } = to;
         let epilogue = Epilogue::unnormalised(distribution.is_some());
         let wants_argmax = distribution.is_some_and(|to| !to.argmax.is_null());
         let most = self.parts_in(scratch.bytes, places.len().max(1), epilogue)?;
@@ -117,7 +117,7 @@ impl FusedProduct {
         }
         // SAFETY: passed on from this function's contract.
         let product = unsafe { self.ready(epilogue, stream) }?;
-        let (rescaled, labelled) = (of_tokens.cast::<u32>(), self.labelled(of_tokens));
+        let (rescaled, labelled) = (token_scalars.cast::<u32>(), self.labelled(token_scalars));
         let written = places.last().map_or(0, |last| last.first_column + last.columns);
         let of_pass = |of_product, place: DLogits, columns, parts| -> Result<Arguments> {
             let common = self.arguments(of_product, operands, (place, columns), parts, scratch)?;
@@ -131,7 +131,7 @@ impl FusedProduct {
                 rounded: at(layout.rounded).cast(),
                 weighted: at(layout.weighted).cast(),
                 largest: if wants_argmax { at(layout.largest) } else { null_mut() },
-                gradients: Self::gradient_of(of_tokens, 0),
+                gradients: Self::gradient_of(token_scalars, 0),
                 rescales: rescales.cast(),
                 rescaled,
                 labelled,
@@ -247,12 +247,12 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         (sums, weight): (*const f32, *const c_void),
-        of_tokens: *mut c_void,
+        token_scalars: *mut c_void,
         dhidden: *mut c_void,
     ) -> Result<()> {
         let scale = Scale { name: "unnormalised_round", from: sums, to: dhidden };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.scale(stream, weight, Self::gradient_of(of_tokens, 0), scale) }
+        unsafe { self.scale(stream, weight, Self::gradient_of(token_scalars, 0), scale) }
     }
 
     /// Has `stream` multiply `sums` in f32 of some tokens, `count` from `first` on, by each row's
@@ -268,14 +268,14 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         weight: *const c_void,
-        of_tokens: *mut c_void,
+        token_scalars: *mut c_void,
         (first, count): (usize, usize),
         sums: *mut c_void,
     ) -> Result<()> {
         let scale = Scale { name: "unnormalised_scale", from: sums.cast(), to: sums };
         let rows = Self { tokens: count, ..*self };
         // SAFETY: passed on from this function's contract.
-        unsafe { rows.scale(stream, weight, Self::gradient_of(of_tokens, first), scale) }
+        unsafe { rows.scale(stream, weight, Self::gradient_of(token_scalars, first), scale) }
     }
 
     /// # Safety
@@ -316,7 +316,7 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         operands: Operands,
-        (place, of_tokens): (DLogits, *mut c_void),
+        (place, token_scalars): (DLogits, *mut c_void),
         (first, part): (usize, Matrix),
         dbias: *mut f32,
         writes: bool,
@@ -330,8 +330,8 @@ impl FusedProduct {
         let row = Kernel::new(self.options, shape, self.dtype)?.with_part(whole);
         let row = Row { dlogits: self.column_0(place), ..row.arguments(null(), operands.labels) };
         let taken = Arguments {
-            gradients: Self::gradient_of(of_tokens, 0),
-            labelled: if writes { self.labelled(of_tokens) } else { null_mut() },
+            gradients: Self::gradient_of(token_scalars, 0),
+            labelled: if writes { self.labelled(token_scalars) } else { null_mut() },
             hidden_rows: operands.hidden,
             dbias,
             width: self.width as i64,
@@ -377,7 +377,7 @@ impl FusedProduct {
 
     /// Has `stream` write the hidden states' gradient `[N, D]`, the unnormalised softmax, which has one
     /// place, times the weight and each row's factor, which [`unnormalised`](Self::unnormalised) left
-    /// in `of_tokens`.
+    /// in `token_scalars`.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
@@ -388,7 +388,7 @@ impl FusedProduct {
         &self,
         stream: *mut c_void,
         weight: *const c_void,
-        (place, of_tokens): (DLogits, *mut c_void),
+        (place, token_scalars): (DLogits, *mut c_void),
         dhidden: *mut c_void,
     ) -> Result<()> {
         let Self { tokens, width, vocab, vocab_is_last, dtype, .. } = *self;
@@ -407,7 +407,7 @@ impl FusedProduct {
         }?;
         // Nothing goes from tile to tile.
         let parts = product.tiles(width);
-        let gradients = Self::gradient_of(of_tokens, 0);
+        let gradients = Self::gradient_of(token_scalars, 0);
         let driver = Driver::get()?;
         let matrix = |at: *const c_void, extents, stride, boxed| {
             driver.tensor_map(dtype, at, extents, stride, boxed)

@@ -80,8 +80,8 @@ impl<'a> Run<'a> {
         check_alignment("scratch", scratch.at)?;
         let Linear { tokens, width, vocab, dtype, .. } = *linear;
         let [rows, columns] = if linear.vocab_is_last { [width, vocab] } else { [vocab, width] };
-        let has_fused_product =
-            !linear.wide && fused_product::supports(Device::current()?, dtype, width, columns);
+        let has_fused_product = !linear.f32_logits
+            && fused_product::supports(Device::current()?, dtype, width, columns);
         let run = Self {
             linear,
             sweep,
@@ -121,8 +121,8 @@ impl<'a> Run<'a> {
     }
 
     /// The block of saved logits of all tokens in the memory of dweight, in slots of `slot` columns.
-    pub(super) fn kept_block(&self, columns: Chunk, slot: usize, gradients: Gradients) -> Block {
-        let element = self.linear.kept_at(columns.first, slot);
+    pub(super) fn saved_block(&self, columns: Chunk, slot: usize, gradients: Gradients) -> Block {
+        let element = self.linear.saved_logits_at(columns.first, slot);
         let at = gradients.weight.wrapping_byte_add(element * self.linear.dtype.size_bytes());
         let tokens = Chunk { first: 0, count: self.linear.tokens };
         Block { tokens, columns, at, stride: self.linear.stride(slot) }
@@ -138,13 +138,13 @@ impl<'a> Run<'a> {
     pub(super) fn plan_hidden(&self, gradients: Gradients) -> Total {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.hidden_gradient != DType::F32 && chunk.columns < linear.vocab;
-        let of_one_chunk = !self.sweep.of_weight;
+        let is_one_chunk = !self.sweep.makes_weight;
         let [rows, _] = linear.hidden_sums(self.sweep);
         let shares = linear.shares_hidden(self.sweep);
-        let at = self.at(self.layout.of_hidden);
+        let at = self.at(self.layout.hidden_sums);
         Total {
             gradient: Matrix { at: gradients.hidden, dtype: linear.hidden_gradient, ..self.hidden },
-            sums: sums.then_some(Sums { at, rows, of_one_chunk, shares }),
+            sums: sums.then_some(Sums { at, rows, is_one_chunk, shares }),
             by_columns: false,
         }
     }
@@ -154,11 +154,11 @@ impl<'a> Run<'a> {
         let (linear, chunk) = (self.linear, self.sweep.chunk);
         let sums = linear.weight_gradient != DType::F32 && chunk.tokens < linear.tokens;
         let [rows, _] = linear.weight_sums(self.sweep);
-        let at = self.at(self.layout.of_weight);
+        let at = self.at(self.layout.weight_sums);
         let shares = linear.is_without_gaps(chunk.columns);
         Total {
             gradient: Matrix { at: gradients.weight, dtype: linear.weight_gradient, ..self.weight },
-            sums: sums.then_some(Sums { at, rows, of_one_chunk: true, shares }),
+            sums: sums.then_some(Sums { at, rows, is_one_chunk: true, shares }),
             by_columns: linear.vocab_is_last,
         }
     }
@@ -268,9 +268,9 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let (product, operands) = self.fused_product(Chunk { first: 0, count: self.linear.tokens });
-        let of_tokens = self.at(self.layout.of_tokens);
+        let token_scalars = self.at(self.layout.token_scalars);
         // SAFETY: passed on from this function's contract.
-        unsafe { product.prepare(self.stream, operands.labels, saved, cotangents, of_tokens) }
+        unsafe { product.prepare(self.stream, operands.labels, saved, cotangents, token_scalars) }
     }
 
     /// Recomputes logits and makes dlogits, after [`prepare`](Self::prepare).
@@ -291,8 +291,8 @@ impl<'a> Run<'a> {
                 let first = tokens.first;
                 let to = block.place();
                 let (saved, cotangents) = (saved.from(first), cotangents.from(first));
-                let of_tokens = (self.at(self.layout.of_tokens), first);
-                product.backward(self.stream, operands, saved, cotangents, of_tokens, to)
+                let token_scalars = (self.at(self.layout.token_scalars), first);
+                product.backward(self.stream, operands, saved, cotangents, token_scalars, to)
             } else if self.linear.has_f32_logits() {
                 self.logits(block)?;
                 self.backward(block, saved, cotangents)
@@ -394,7 +394,7 @@ impl<'a> Run<'a> {
         if self.linear.dtype == DType::F32 {
             return self.matrix(block);
         }
-        let at = self.at(self.layout.wide);
+        let at = self.at(self.layout.f32_logits);
         Matrix::new(at, DType::F32, block.tokens.count, block.columns.count)
     }
 
@@ -449,7 +449,7 @@ impl<'a> Run<'a> {
     pub(super) unsafe fn times_weight(&self, dhidden: *mut c_void) -> Result<()> {
         let tokens = Chunk { first: 0, count: self.linear.tokens };
         let block = self.block(tokens, Chunk { first: 0, count: self.linear.vocab });
-        let from = (block.place(), self.at(self.layout.of_tokens));
+        let from = (block.place(), self.at(self.layout.token_scalars));
         let (product, _) = self.fused_product(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe { product.times_weight(self.stream, self.weight.at, from, dhidden) }
@@ -474,10 +474,11 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Some(&Block { tokens, .. }) = blocks.first() else { return Ok(()) };
-        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
+        let [hidden_total, weight_total] =
+            [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let (product, _) = self.fused_product(tokens);
-        let dhidden = of_hidden.gradient.rows(tokens.first, tokens.count);
-        let of_tokens = self.at(self.layout.of_tokens);
+        let dhidden = hidden_total.gradient.rows(tokens.first, tokens.count);
+        let token_scalars = self.at(self.layout.token_scalars);
         let columns: usize = blocks.iter().map(|block| block.columns.count).sum();
         // Scaled hidden states lie in the memory of dhidden, if dhidden has their dtype.
         let scaled = match self.linear.keeps_scaled() {
@@ -491,16 +492,16 @@ impl<'a> Run<'a> {
                 && columns == self.linear.vocab
             {
                 self.add_unnormalised_to_bias(gradients, block, tokens.first == 0)?;
-                self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
+                self.add_scaled_to_weight(weight_total, block, scaled, gradients.bias)?;
                 if self.leaves_hidden()? {
                     return Ok(());
                 }
                 if self.linear.keeps_scaled() {
-                    self.add_to_hidden(of_hidden, block, true)?;
-                    return self.scale_sums(of_hidden, tokens);
+                    self.add_to_hidden(hidden_total, block, true)?;
+                    return self.scale_sums(hidden_total, tokens);
                 }
                 if self.multiplies_unnormalised(tokens)? {
-                    let from = (block.place(), of_tokens);
+                    let from = (block.place(), token_scalars);
                     return product.times_weight(self.stream, self.weight.at, from, dhidden.at);
                 }
                 let Scratch { at, bytes } = self.workspace();
@@ -510,19 +511,19 @@ impl<'a> Run<'a> {
                 let factors = (self.matrix(block).plain(), self.weight_of_hidden(block.columns));
                 self.blas.product(self.stream, sums, factors, false, rest)?;
                 let from = (at.cast_const().cast(), self.weight.at.cast_const());
-                return product.scale_sums(self.stream, from, of_tokens, dhidden.at);
+                return product.scale_sums(self.stream, from, token_scalars, dhidden.at);
             }
             for (index, block) in blocks.iter().enumerate() {
-                self.add_to_hidden(of_hidden, block, index == 0)?;
+                self.add_to_hidden(hidden_total, block, index == 0)?;
                 self.add_unnormalised_to_bias(gradients, block, true)?;
-                self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
+                self.add_scaled_to_weight(weight_total, block, scaled, gradients.bias)?;
             }
             if columns < self.linear.vocab || self.linear.keeps_scaled() {
-                return self.scale_sums(of_hidden, tokens);
+                return self.scale_sums(hidden_total, tokens);
             }
             let from =
-                (self.at(self.layout.of_hidden).cast_const().cast(), self.weight.at.cast_const());
-            product.scale_sums(self.stream, from, of_tokens, dhidden.at)
+                (self.at(self.layout.hidden_sums).cast_const().cast(), self.weight.at.cast_const());
+            product.scale_sums(self.stream, from, token_scalars, dhidden.at)
         }
     }
 
@@ -551,7 +552,7 @@ impl<'a> Run<'a> {
         let to = Unnormalised {
             places: &places,
             scaled: scaled.at,
-            of_tokens: self.at(self.layout.of_tokens),
+            token_scalars: self.at(self.layout.token_scalars),
             rescales: self.at(self.layout.rescales),
             distribution: self.distribution.map(|of| of.from(tokens.first)),
         };
@@ -563,13 +564,15 @@ impl<'a> Run<'a> {
     ///
     /// # Safety
     /// As for [`Linear::forward`].
-    unsafe fn scale_sums(&self, of_hidden: Total, tokens: Chunk) -> Result<()> {
+    unsafe fn scale_sums(&self, hidden_total: Total, tokens: Chunk) -> Result<()> {
         let (product, _) = self.fused_product(tokens);
-        let of_tokens = self.at(self.layout.of_tokens);
-        of_hidden.parts(tokens).try_for_each(|(rows, sums)| {
+        let token_scalars = self.at(self.layout.token_scalars);
+        hidden_total.parts(tokens).try_for_each(|(rows, sums)| {
             let rows = (rows.first, rows.count);
             // SAFETY: passed on from this function's contract.
-            unsafe { product.scale_in_place(self.stream, self.weight.at, of_tokens, rows, sums.at) }
+            unsafe {
+                product.scale_in_place(self.stream, self.weight.at, token_scalars, rows, sums.at)
+            }
         })
     }
 
@@ -586,15 +589,16 @@ impl<'a> Run<'a> {
         gradients: Gradients,
     ) -> Result<()> {
         let Block { tokens, .. } = *block;
-        let [of_hidden, of_weight] = [self.plan_hidden(gradients), self.plan_weight(gradients)];
+        let [hidden_total, weight_total] =
+            [self.plan_hidden(gradients), self.plan_weight(gradients)];
         let scaled = self.scaled(tokens);
         // SAFETY: passed on from this function's contract.
         unsafe {
             self.unnormalised(std::slice::from_ref(block), dloss, outputs, scaled)?;
             self.add_unnormalised_to_bias(gradients, block, tokens.first == 0)?;
-            self.add_scaled_to_weight(of_weight, block, scaled, gradients.bias)?;
-            self.add_to_hidden(of_hidden, block, true)?;
-            self.scale_sums(of_hidden, tokens)
+            self.add_scaled_to_weight(weight_total, block, scaled, gradients.bias)?;
+            self.add_to_hidden(hidden_total, block, true)?;
+            self.scale_sums(hidden_total, tokens)
         }
     }
 
@@ -612,11 +616,11 @@ impl<'a> Run<'a> {
     ) -> Result<()> {
         let Block { tokens, columns, .. } = *block;
         let (product, operands) = self.fused_product(tokens);
-        let of_tokens = self.at(self.layout.of_tokens);
+        let token_scalars = self.at(self.layout.token_scalars);
         let by_columns = self.linear.vocab_is_last;
         let first = if by_columns { 0 } else { columns.first };
         let label_term = |rows: Chunk, place: Matrix, writes: bool| {
-            let (from, part) = ((block.place(), of_tokens), (first + rows.first, place));
+            let (from, part) = ((block.place(), token_scalars), (first + rows.first, place));
             // Only one part of D adds to the bias.
             let adds_to_bias = !self.bias.is_null() && (!by_columns || rows.first == 0);
             let dbias = if adds_to_bias { dbias } else { null_mut() };
@@ -640,7 +644,7 @@ impl<'a> Run<'a> {
                 let there = if by_columns {
                     There::All
                 } else {
-                    There::Some(product.labelled(of_tokens), first)
+                    There::Some(product.labelled(token_scalars), first)
                 };
                 sum.run(self.stream, there)?;
             }
@@ -739,7 +743,7 @@ impl<'a> Run<'a> {
         block: &Block,
         first: bool,
     ) -> Result<()> {
-        let factors = FusedProduct::gradient_of(self.at(self.layout.of_tokens), 0);
+        let factors = FusedProduct::gradient_of(self.at(self.layout.token_scalars), 0);
         // SAFETY: passed on from this function's contract.
         unsafe { self.add_rows_to_bias(gradients, block, factors, first) }
     }

@@ -22,12 +22,12 @@ pub struct Extents {
     pub columns: usize,
 }
 
-/// Logits that lie in the memory of the weight's gradient until their gradient is known.
+/// The columns whose logits are saved in the memory of dweight until dlogits are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct SavedColumns {
     /// Columns, the first of the vocabulary.
     pub columns: usize,
-    /// Columns of a product.
+    /// Columns of a slot, which one GEMM computes.
     pub slot: usize,
 }
 
@@ -71,42 +71,48 @@ pub(super) fn chunks(total: usize, chunk: usize) -> impl Iterator<Item = Chunk> 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sweep {
     pub(super) chunk: Extents,
-    pub(super) of_hidden: bool,
-    pub(super) of_weight: bool,
-    /// Whether it is of the columns whose logits are made [once](Linear::once).
-    pub(super) once: bool,
+    pub(super) makes_hidden: bool,
+    pub(super) makes_weight: bool,
+    /// Whether it is the [single pass](Linear::single_pass) over the first columns.
+    pub(super) single_pass: bool,
+}
+
+impl Sweep {
+    /// A sweep that makes both gradients.
+    pub(super) fn of(chunk: Extents) -> Self {
+        Self { chunk, makes_hidden: true, makes_weight: true, single_pass: false }
+    }
 }
 
 /// The parts of the scratch, in their order; those that a pass does not have are empty. What one
 /// sweep leaves to the next comes first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    pub(super) of_hidden: usize,
+    pub(super) hidden_sums: usize,
     pub(super) carried: usize,
-    pub(super) of_tokens: usize,
+    pub(super) token_scalars: usize,
     pub(super) workspace: usize,
     pub(super) logits: usize,
     /// Logits in f32, of operands of 16 bits.
-    pub(super) wide: usize,
+    pub(super) f32_logits: usize,
     /// Hidden states of a chunk, scaled, where sums are in the place of their gradient.
     pub(super) scaled: usize,
     /// Shifts of a chunk's unnormalised softmax.
     pub(super) rescales: usize,
-    pub(super) of_weight: usize,
+    pub(super) weight_sums: usize,
     pub(super) bytes: usize,
 }
 
-/// The chunks of a pass that makes both gradients of all tokens, a chunk of columns at a time: those
-/// whose unnormalised softmax, or logits of f32, stay where they were made until they are wanted again,
-/// and the others.
+/// The columns of a fused pass over chunks of columns: those whose unnormalised softmax (with float32
+/// operands, logits) is saved, and those whose logits are recomputed.
 #[derive(Clone, Debug)]
 pub(super) struct Columns {
-    /// In the memory of the weight's gradient.
-    pub(super) kept: Vec<Chunk>,
-    /// In the scratch: after those, or logits of f32 after all others.
+    /// Saved in the memory of dweight.
+    pub(super) saved_columns: Vec<Chunk>,
+    /// Saved in the scratch: after `saved_columns`, or with float32 operands after all others.
     pub(super) last: Chunk,
-    /// Made twice, in the scratch.
-    pub(super) again: Chunk,
+    /// Computed twice, in the scratch.
+    pub(super) recomputed: Chunk,
 }
 
 impl Linear {
@@ -119,27 +125,27 @@ impl Linear {
 
     /// The sweeps over all chunks that `pass` makes, in their order.
     pub(super) fn sweeps(&self, pass: Pass) -> impl Iterator<Item = Sweep> {
-        let of_all = Sweep { chunk: self.chunk, of_hidden: true, of_weight: true, once: false };
-        let sweeps = match (pass, self.apart, self.once) {
+        let of_all = Sweep::of(self.chunk);
+        let sweeps = match (pass, self.dweight_chunk, self.single_pass) {
             (Pass::Backward, Some(chunk), _) => {
-                let of_weight = Sweep { chunk, of_hidden: false, ..of_all };
-                [Some(Sweep { of_weight: false, ..of_all }), Some(of_weight)]
+                let for_weight = Sweep { chunk, makes_hidden: false, ..of_all };
+                [Some(Sweep { makes_weight: false, ..of_all }), Some(for_weight)]
             }
-            (Pass::Fused, _, Some(once)) => self.sweeps_of_both(once).map(Some),
+            (Pass::Fused, _, Some(single_pass)) => self.sweeps_of_both(single_pass).map(Some),
             (Pass::Forward, ..) => {
-                [Some(Sweep { of_hidden: false, of_weight: false, ..of_all }), None]
+                [Some(Sweep { makes_hidden: false, makes_weight: false, ..of_all }), None]
             }
             _ => [Some(of_all), None],
         };
         sweeps.into_iter().flatten()
     }
 
-    /// The sweep over columns that are made once, so many, and the one over the others.
-    pub(super) fn sweeps_of_both(&self, once: Extents) -> [Sweep; 2] {
-        let sweep = |chunk, once| Sweep { chunk, of_hidden: true, of_weight: true, once };
+    /// The single pass over the first columns, and the sweep over the others.
+    pub(super) fn sweeps_of_both(&self, single_pass: Extents) -> [Sweep; 2] {
         // Never all columns, whose dhidden would have no sums.
-        let columns = self.chunk.columns.min(self.vocab.saturating_sub(once.columns));
-        [sweep(once, true), sweep(Extents { columns, ..self.chunk }, false)]
+        let columns = self.chunk.columns.min(self.vocab.saturating_sub(single_pass.columns));
+        let first = Sweep { single_pass: true, ..Sweep::of(single_pass) };
+        [first, Sweep::of(Extents { columns, ..self.chunk })]
     }
 
     pub(super) fn layout(&self, pass: Pass, sweep: Sweep) -> Layout {
@@ -154,39 +160,41 @@ impl Linear {
         let chunks_columns = columns < self.vocab;
         // Gradients in f32 are their own sums, as those that one product gives are.
         let has_sums = |gradient: DType| gradient != DType::F32 && pass != Pass::Forward;
-        let of_hidden = has_sums(self.hidden_gradient) && sweep.of_hidden && chunks_columns;
-        let of_weight = has_sums(self.weight_gradient) && sweep.of_weight && tokens < self.tokens;
+        let has_hidden = has_sums(self.hidden_gradient) && sweep.makes_hidden && chunks_columns;
+        let has_weight =
+            has_sums(self.weight_gradient) && sweep.makes_weight && tokens < self.tokens;
         let [rows, row] = self.weight_sums(sweep);
         // A few rows of a gradient pass through this place too.
-        let passing = only(of_weight, row).max(only(of_hidden, self.width));
+        let passing = only(has_weight, row).max(only(has_hidden, self.width));
         let rounded = (8 * 2 * passing).saturating_sub(self.workspace_bytes);
         let logits = tokens * self.stride(columns) * self.dtype.size_bytes();
-        let wide = 4 * tokens * columns;
+        let f32_logits = 4 * tokens * columns;
         let carried = self.has_f32_logits() && pass != Pass::Backward && chunks_columns;
-        let of_tokens = pass != Pass::Forward && self.dtype != DType::F32;
+        let has_tokens = pass != Pass::Forward && self.dtype != DType::F32;
         let all = FusedProduct::bytes_of_tokens(self.tokens, self.vocab);
         let [hidden_rows, hidden_row] = self.hidden_sums(sweep);
         let scaled = tokens * self.width * self.dtype.size_bytes();
-        let of_hidden = take(only(of_hidden, 4 * hidden_rows * hidden_row));
+        let hidden_sums = take(only(has_hidden, 4 * hidden_rows * hidden_row));
         let carried = take(only(carried, CARRIED_BYTES * tokens));
-        let of_tokens = take(only(of_tokens, all));
+        let token_scalars = take(only(has_tokens, all));
         let workspace = take(self.workspace_bytes);
         let logits = take(logits.max(rounded));
-        let wide = take(only(self.wide, wide));
-        let has_scaled = pass == Pass::Fused && self.keeps_scaled() && !self.wide;
-        let scaled = take(only(sweep.once || has_scaled, scaled));
-        let rescales = take(only(pass == Pass::Fused && !self.wide, self.rescale_bytes(sweep)));
-        let of_weight = take(only(of_weight, 4 * rows * row));
+        let f32_logits = take(only(self.f32_logits, f32_logits));
+        let has_scaled = pass == Pass::Fused && self.keeps_scaled() && !self.f32_logits;
+        let scaled = take(only(sweep.single_pass || has_scaled, scaled));
+        let rescales =
+            take(only(pass == Pass::Fused && !self.f32_logits, self.rescale_bytes(sweep)));
+        let weight_sums = take(only(has_weight, 4 * rows * row));
         Layout {
-            of_hidden,
+            hidden_sums,
             carried,
-            of_tokens,
+            token_scalars,
             workspace,
             logits,
-            wide,
+            f32_logits,
             scaled,
             rescales,
-            of_weight,
+            weight_sums,
             bytes,
         }
     }
@@ -194,14 +202,14 @@ impl Linear {
     /// Bytes of the shifts of the unnormalised softmax that a sweep of the fused pass makes.
     fn rescale_bytes(&self, sweep: Sweep) -> usize {
         let Extents { tokens, columns } = sweep.chunk;
-        if self.dtype == DType::F32 || (self.once.is_some() && !sweep.once) {
+        if self.dtype == DType::F32 || (self.single_pass.is_some() && !sweep.single_pass) {
             return 0;
         }
-        let kept = self.columns().kept.into_iter().map(|kept| kept.count);
-        rescale_bytes(tokens, kept.chain([columns]))
+        let saved_columns = self.columns().saved_columns.into_iter().map(|saved| saved.count);
+        rescale_bytes(tokens, saved_columns.chain([columns]))
     }
 
-    /// Whether scaled hidden states are kept apart from the gradient, which is not of their dtype.
+    /// Whether scaled hidden states are in the scratch, as dhidden has another dtype.
     pub(super) fn keeps_scaled(&self) -> bool {
         self.hidden_gradient != self.dtype
     }
@@ -213,7 +221,7 @@ impl Linear {
 
     /// Whether logits are in memory in f32.
     pub(super) fn has_f32_logits(&self) -> bool {
-        self.wide || self.dtype == DType::F32
+        self.f32_logits || self.dtype == DType::F32
     }
 
     /// Elements from one row to the next of logits of so many columns.
@@ -223,7 +231,7 @@ impl Linear {
 
     /// Rows of the hidden states' sums that are in the scratch, and elements of each.
     pub(super) fn hidden_sums(&self, sweep: Sweep) -> [usize; 2] {
-        let rows = if sweep.of_weight { self.tokens } else { sweep.chunk.tokens };
+        let rows = if sweep.makes_weight { self.tokens } else { sweep.chunk.tokens };
         [rows - if self.shares_hidden(sweep) { own_rows(rows) } else { 0 }, self.width]
     }
 
@@ -231,7 +239,7 @@ impl Linear {
     /// split, in a sweep or the one before it, for else every product with them would be two of half
     /// the size.
     pub(super) fn shares_hidden(&self, sweep: Sweep) -> bool {
-        sweep.of_weight && (self.once.is_some() || sweep.chunk.tokens < self.tokens)
+        sweep.makes_weight && (self.single_pass.is_some() || sweep.chunk.tokens < self.tokens)
     }
 
     /// Rows of the weight's sums over a chunk of a sweep's columns that are in the scratch, and
@@ -242,7 +250,7 @@ impl Linear {
             if self.vocab_is_last { [self.width, columns] } else { [columns, self.width] };
         let own = match sweep {
             // Nothing else of the gradient is written yet.
-            Sweep { once: true, .. } => rows.min(self.vocab / 2),
+            Sweep { single_pass: true, .. } => rows.min(self.vocab / 2),
             _ if self.is_without_gaps(columns) => own_rows(rows),
             _ => 0,
         };
@@ -254,41 +262,42 @@ impl Linear {
         !self.vocab_is_last || columns == self.vocab
     }
 
-    /// Whether some columns' logits can be made once and the others' again: the former's sums of
-    /// dweight lie over rows that the latter have not written yet.
-    pub(super) fn has_once(&self, Extents { tokens, columns }: Extents) -> bool {
+    /// Whether a single pass can take so many first columns: its sums of dweight lie over rows that the
+    /// sweep over the other columns writes later.
+    pub(super) fn allows_single_pass(&self, Extents { tokens, columns }: Extents) -> bool {
         let some = tokens > 0 && (1..self.vocab).contains(&columns);
-        some && !self.vocab_is_last && self.kept.is_none() && self.lends_weight()
+        some && !self.vocab_is_last && self.saved_columns.is_none() && self.lends_weight()
     }
 
-    /// The chunks of columns of a pass that keeps what logits it can.
+    /// The columns of a fused pass over chunks of columns.
     pub(super) fn columns(&self) -> Columns {
-        let Kept { columns: kept, slot } = self.kept.unwrap_or(Kept { columns: 0, slot: 1 });
+        let SavedColumns { columns: saved, slot } =
+            self.saved_columns.unwrap_or(SavedColumns { columns: 0, slot: 1 });
         let last = self.chunk.columns.min(self.vocab);
-        let again = self.vocab.saturating_sub(kept + last);
+        let recomputed = self.vocab.saturating_sub(saved + last);
         // Logits' sums are whole when the last columns' are in them; gradients of the unnormalised
         // softmax wait for nothing.
         let is_at_end = self.dtype == DType::F32;
-        let [last_first, again_first] =
-            if is_at_end { [kept + again, kept] } else { [kept, kept + last] };
+        let [last_first, recomputed_first] =
+            if is_at_end { [saved + recomputed, saved] } else { [saved, saved + last] };
         Columns {
-            kept: chunks(kept, slot).collect(),
+            saved_columns: chunks(saved, slot).collect(),
             last: Chunk { first: last_first, count: last },
-            again: Chunk { first: again_first, count: again },
+            recomputed: Chunk { first: recomputed_first, count: recomputed },
         }
     }
 
-    /// The element of the weight's gradient, `[V, D]`, where logits of the columns from `first` on are
-    /// kept in slots of so many.
-    pub(super) fn kept_at(&self, first: usize, slot: usize) -> usize {
+    /// The element of dweight, `[V, D]`, where logits of the columns from `first` on are saved, in slots
+    /// of `slot` columns.
+    pub(super) fn saved_logits_at(&self, first: usize, slot: usize) -> usize {
         slot_offset([self.tokens, self.width], first, slot, self.stride(slot))
     }
 
-    /// Whether the weight's gradient has room for what is to be kept in it.
+    /// Whether the memory of dweight has room for the logits to be saved there.
     #[must_use]
-    pub fn has_room(&self, Kept { columns, slot }: Kept) -> bool {
+    pub fn has_room(&self, SavedColumns { columns, slot }: SavedColumns) -> bool {
         let Some(last) = columns.checked_sub(1) else { return true };
-        let end = self.kept_at(last, slot.max(1)) + self.tokens * self.stride(slot);
+        let end = self.saved_logits_at(last, slot.max(1)) + self.tokens * self.stride(slot);
         slot > 0
             && self.lends_weight()
             && !self.vocab_is_last
@@ -316,10 +325,10 @@ mod tests {
         adds_to_weight: false,
         leaves_hidden: false,
         chunk: Extents { tokens: 1000, columns: 5000 },
-        apart: None,
-        kept: None,
-        once: None,
-        wide: false,
+        dweight_chunk: None,
+        saved_columns: None,
+        single_pass: None,
+        f32_logits: false,
         workspace_bytes: WORKSPACE_BYTES,
         time_block: None,
         block_size: None,
@@ -343,65 +352,67 @@ mod tests {
     fn scratch_is_logits_and_the_sums_that_chunks_need() {
         let whole = WORKSPACE_BYTES + 1000 * 5056 * 2;
         // Of 5000 columns 157 words.
-        let of_tokens: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;
+        let token_scalars: usize = 256 + (16_usize * 1000).next_multiple_of(256) + 768;
         // Of 20 tiles.
         let rescales: usize = (2_usize * 20 * 1000).next_multiple_of(256);
-        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + of_tokens + rescales);
-        assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + of_tokens);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Fused), whole + token_scalars + rescales);
+        assert_eq!(LINEAR.scratch_bytes(Pass::Backward), whole + token_scalars);
         let part = tiled(1000, 1024);
         let logits = WORKSPACE_BYTES + 1000 * 1024 * 2;
         let round = |bytes: usize| bytes.next_multiple_of(256);
         assert_eq!(part.scratch_bytes(Pass::Forward), logits);
-        assert_eq!(part.scratch_bytes(Pass::Backward), logits + of_tokens + 4 * 1000 * 64);
-        let fused = logits + round(2 * 4 * 1000) + of_tokens + 4 * 1000 * 64;
+        assert_eq!(part.scratch_bytes(Pass::Backward), logits + token_scalars + 4 * 1000 * 64);
+        let fused = logits + round(2 * 4 * 1000) + token_scalars + 4 * 1000 * 64;
         assert_eq!(part.scratch_bytes(Pass::Fused), fused);
         let both = tiled(500, 1024);
         // The other half of sums is where their gradient goes.
         let hidden = 4 * (1000 - 448) * 64;
         let (logits, weight) = (WORKSPACE_BYTES + 500 * 1024 * 2, 4 * 512 * 64);
-        assert_eq!(both.scratch_bytes(Pass::Backward), logits + of_tokens + hidden + weight);
+        assert_eq!(both.scratch_bytes(Pass::Backward), logits + token_scalars + hidden + weight);
         // Two sweeps never keep both sums, and each has all of the scratch.
-        let apart = Linear { apart: Some(Extents { tokens: 250, columns: 2048 }), ..both };
+        let separate =
+            Linear { dweight_chunk: Some(Extents { tokens: 250, columns: 2048 }), ..both };
         let second = WORKSPACE_BYTES + 250 * 2048 * 2 + 4 * 1024 * 64;
         assert_eq!(
-            apart.scratch_bytes(Pass::Backward),
-            of_tokens + second.max(logits + 4 * 500 * 64)
+            separate.scratch_bytes(Pass::Backward),
+            token_scalars + second.max(logits + 4 * 500 * 64)
         );
-        assert_eq!(apart.scratch_bytes(Pass::Forward), logits);
+        assert_eq!(separate.scratch_bytes(Pass::Forward), logits);
         let tokens = tiled(500, 5000);
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2;
         let sums = 4 * (5000 - 2496) * 64;
         let rescales = round(2 * 20 * 500);
-        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + of_tokens + rescales + sums);
+        assert_eq!(tokens.scratch_bytes(Pass::Fused), logits + token_scalars + rescales + sums);
         // A part of columns of [D, V] has gaps, and no memory of its own.
         let last = Linear { vocab_is_last: true, ..both };
         let logits = WORKSPACE_BYTES + 500 * 1024 * 2;
         let weight = 4 * 64 * 1024;
-        assert_eq!(last.scratch_bytes(Pass::Backward), logits + of_tokens + hidden + weight);
-        // Sums of the columns that are made once are in the place of dweight, but for what is more
-        // than half, and dhidden's are shared by both sweeps, of which the larger counts.
-        let once = Extents { tokens: 250, columns: 3000 };
+        assert_eq!(last.scratch_bytes(Pass::Backward), logits + token_scalars + hidden + weight);
+        // Sums of the single pass are in the memory of dweight, but for columns beyond half of the
+        // vocabulary, and dhidden's are shared by both sweeps, of which the larger counts.
+        let single_pass = Extents { tokens: 250, columns: 3000 };
         let logits = WORKSPACE_BYTES + round(250 * 3008 * 2);
         let (scaled, weight) = (2 * 250 * 64, 4 * 500 * 64);
         let rescales = round(2 * 12 * 250);
         assert_eq!(
-            Linear { once: Some(once), ..tiled(1000, 512) }.scratch_bytes(Pass::Fused),
-            logits + rescales + of_tokens + hidden + round(scaled) + weight
+            Linear { single_pass: Some(single_pass), ..tiled(1000, 512) }
+                .scratch_bytes(Pass::Fused),
+            logits + rescales + token_scalars + hidden + round(scaled) + weight
         );
         // Logits in f32 lie beside what is made of them, without gaps.
-        let wide = Linear { wide: true, ..tiled(500, 5000) };
+        let in_f32 = Linear { f32_logits: true, ..tiled(500, 5000) };
         let logits = WORKSPACE_BYTES + 500 * 5056 * 2 + 4 * 500 * 5000;
         assert_eq!(
-            wide.scratch_bytes(Pass::Fused),
-            logits.next_multiple_of(256) + of_tokens + sums
+            in_f32.scratch_bytes(Pass::Fused),
+            logits.next_multiple_of(256) + token_scalars + sums
         );
         // A gradient in f32 is its own sum; scaled hidden states go elsewhere then.
         let master = Linear { weight_gradient: DType::F32, ..tokens };
         assert_eq!(master.scratch_bytes(Pass::Fused), tokens.scratch_bytes(Pass::Fused) - sums);
-        let of_hidden = Linear { hidden_gradient: DType::F32, ..tokens };
+        let f32_hidden = Linear { hidden_gradient: DType::F32, ..tokens };
         let scaled = 2 * 500 * 64;
         assert_eq!(
-            of_hidden.scratch_bytes(Pass::Fused),
+            f32_hidden.scratch_bytes(Pass::Fused),
             tokens.scratch_bytes(Pass::Fused) + scaled
         );
         let f32 = [DType::F32; 3];
@@ -411,17 +422,17 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_computed_once_if_kept_else_twice() {
-        for kept in [None, Some(Kept { columns: 300, slot: 128 })] {
+    fn logits_are_saved_or_recomputed() {
+        for saved_columns in [None, Some(SavedColumns { columns: 300, slot: 128 })] {
             for last in [700, 1024, 4700, 5000] {
-                if kept.is_some() && last == 5000 {
+                if saved_columns.is_some() && last == 5000 {
                     continue;
                 }
-                let linear = Linear { kept, ..tiled(1000, last) };
-                let Columns { kept, last, again } = linear.columns();
-                let all = kept.iter().chain([&last, &again]);
-                let chunked: usize = again.evenly(1024).map(|chunk| chunk.count).sum();
-                assert_eq!(chunked, again.count);
+                let linear = Linear { saved_columns, ..tiled(1000, last) };
+                let Columns { saved_columns, last, recomputed } = linear.columns();
+                let all = saved_columns.iter().chain([&last, &recomputed]);
+                let chunked: usize = recomputed.evenly(1024).map(|chunk| chunk.count).sum();
+                assert_eq!(chunked, recomputed.count);
                 let end = all.fold(0, |end, chunk| {
                     assert_eq!(chunk.first, end);
                     end + chunk.count
@@ -436,21 +447,21 @@ mod tests {
         for (tokens, width) in [(1000, 64), (64, 1000), (300, 300), (1, 8), (8, 1)] {
             let linear = Linear { tokens, width, ..tiled(tokens, 128) };
             let slot = 128;
-            let mut kept = (0..40).rev().map(|slots| Kept { columns: slots * slot, slot });
-            let most = kept.find(|&kept| linear.has_room(kept)).unwrap();
+            let mut all = (0..40).rev().map(|slots| SavedColumns { columns: slots * slot, slot });
+            let most = all.find(|&saved| linear.has_room(saved)).unwrap();
             for Chunk { first, count } in chunks(most.columns, slot) {
-                let logits = linear.kept_at(first, slot);
+                let logits = linear.saved_logits_at(first, slot);
                 assert!((first + count) * width <= logits, "{tokens} x {width}, {first}");
                 assert!(logits + tokens * linear.stride(slot) <= 5000 * width);
                 assert!(logits.is_multiple_of(ALIGNMENT));
             }
         }
-        let kept = Kept { columns: 256, slot: 128 };
-        assert!(Linear { tokens: 64, width: 64, ..tiled(64, 128) }.has_room(kept));
-        assert!(!Linear { tokens: 64, vocab_is_last: true, ..tiled(64, 128) }.has_room(kept));
-        assert!(!Linear { tokens: 64, ..tiled(32, 128) }.has_room(kept));
-        assert!(!tiled(1000, 4900).has_room(kept));
-        assert!(!tiled(1000, 128).has_room(Kept { columns: 256, slot: 0 }));
+        let saved = SavedColumns { columns: 256, slot: 128 };
+        assert!(Linear { tokens: 64, width: 64, ..tiled(64, 128) }.has_room(saved));
+        assert!(!Linear { tokens: 64, vocab_is_last: true, ..tiled(64, 128) }.has_room(saved));
+        assert!(!Linear { tokens: 64, ..tiled(32, 128) }.has_room(saved));
+        assert!(!tiled(1000, 4900).has_room(saved));
+        assert!(!tiled(1000, 128).has_room(SavedColumns { columns: 256, slot: 0 }));
     }
 
     #[test]
@@ -492,10 +503,12 @@ mod tests {
                             hidden_gradient: dtype(hidden_bytes),
                             weight_gradient: dtype(weight_bytes),
                             chunk: extents([found.tokens, found.columns]),
-                            apart: found.apart.map(extents),
-                            kept: found.kept.map(|[columns, slot]| Kept { columns, slot }),
-                            once: found.once.map(extents),
-                            wide: found.wide,
+                            dweight_chunk: found.dweight_chunk.map(extents),
+                            saved_columns: found
+                                .saved_columns
+                                .map(|[columns, slot]| SavedColumns { columns, slot }),
+                            single_pass: found.single_pass.map(extents),
+                            f32_logits: found.f32_logits,
                             workspace_bytes: call.attributes[3].1,
                             ..LINEAR
                         };
@@ -508,7 +521,10 @@ mod tests {
                             let held = call.scratch_bytes;
                             assert!(needed <= held, "{problem:?}, {found:?}: {needed} of {held}");
                         }
-                        assert!(linear.kept.is_none_or(|kept| linear.has_room(kept)), "{found:?}");
+                        assert!(
+                            linear.saved_columns.is_none_or(|saved| linear.has_room(saved)),
+                            "{found:?}"
+                        );
                         plans += 1;
                     }
                 }

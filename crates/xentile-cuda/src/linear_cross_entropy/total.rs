@@ -28,7 +28,7 @@ pub(super) struct Sums {
     /// Rows that there is room for: of all of the matrix, or of a chunk.
     pub(super) rows: usize,
     /// Whether they are of one chunk at a time.
-    pub(super) of_one_chunk: bool,
+    pub(super) is_one_chunk: bool,
     /// Whether the first rows are where the gradient goes, which is without gaps.
     pub(super) shares: bool,
 }
@@ -59,7 +59,7 @@ impl Total {
     /// Whether sums of a chunk are no larger than the place of its gradient and of what follows it,
     /// where chunks are written one after the other.
     fn has_room_after(&self, chunk: Chunk) -> bool {
-        self.sums.is_some_and(|sums| sums.of_one_chunk)
+        self.sums.is_some_and(|sums| sums.is_one_chunk)
             && !self.by_columns
             && chunk.first + 2 * chunk.count <= self.gradient.rows
     }
@@ -73,7 +73,7 @@ impl Total {
             Some(sums) => {
                 // Of all of the matrix, or of this part of it: rows in its own memory, then others.
                 let (whole, begin) =
-                    if sums.of_one_chunk { (target, 0) } else { (self.gradient, chunk.first) };
+                    if sums.is_one_chunk { (target, 0) } else { (self.gradient, chunk.first) };
                 // What the scratch has no room for is never more than half.
                 let own = own_rows(whole.rows).max(whole.rows.saturating_sub(sums.rows));
                 let own = if self.has_room_after(chunk) { whole.rows } else { own };
@@ -188,9 +188,9 @@ mod tests {
     fn sums_are_half_where_the_gradient_goes_and_half_in_the_scratch() {
         let at = |address: usize| std::ptr::without_provenance_mut::<c_void>(address);
         let gradient = Matrix::new(at(0x10_0000), DType::Bf16, 1000, 16);
-        let sums = Sums { at: at(0x1000), rows: 552, of_one_chunk: true, shares: true };
+        let sums = Sums { at: at(0x1000), rows: 552, is_one_chunk: true, shares: true };
         let total = Total { gradient, sums: Some(sums), by_columns: false };
-        let whole = Total { sums: Some(Sums { of_one_chunk: false, ..sums }), ..total };
+        let whole = Total { sums: Some(Sums { is_one_chunk: false, ..sums }), ..total };
         let places = |first, count| -> Vec<_> {
             let parts = whole.parts(Chunk { first, count });
             parts.map(|(rows, matrix)| (rows.first, rows.count, matrix.at.addr())).collect()

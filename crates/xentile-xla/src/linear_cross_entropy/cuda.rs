@@ -4,7 +4,9 @@ use std::ptr::{null, null_mut};
 
 use xentile::linear_cross_entropy::VocabAxis;
 use xentile_cuda::cross_entropy::{Cotangents, DistributionOutputs, SavedLse, TokenOutputs};
-use xentile_cuda::linear_cross_entropy::{Extents, Gradients, Kept, Linear, Operands, Scratch};
+use xentile_cuda::linear_cross_entropy::{
+    Extents, Gradients, Linear, Operands, SavedColumns, Scratch,
+};
 use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result};
 
 use super::{check_tokens, shape, vocab_axis};
@@ -49,14 +51,14 @@ target_list! {
 struct Tiling {
     vocab_axis: VocabAxis,
     chunk: Extents,
-    /// Of the second sweep of a backward pass, where there are two.
-    apart: Option<Extents>,
-    /// Logits that a fused pass need not make again.
-    kept: Option<Kept>,
-    /// Columns whose logits a fused pass makes once, before the others.
-    once: Option<Extents>,
-    /// Whether logits of a chunk go through memory, in f32; absent for no.
-    wide: bool,
+    /// The chunks of the sweep for dweight, where a backward pass has separate sweeps.
+    dweight_chunk: Option<Extents>,
+    /// Columns whose logits a fused pass saves.
+    saved_columns: Option<SavedColumns>,
+    /// Columns that a fused pass computes in a single pass, before the others.
+    single_pass: Option<Extents>,
+    /// Whether logits of 16-bit operands are written to memory in float32; absent for no.
+    f32_logits: bool,
     workspace_bytes: usize,
 }
 
@@ -66,15 +68,24 @@ impl<'a> Parameter<'a> for Tiling {
         let Extent(columns) = decoder.parameter("chunk_columns")?;
         let chunk = Extents { tokens, columns };
         let extents = |[tokens, columns]: [usize; 2]| Extents { tokens, columns };
-        let apart = both(decoder, ["apart_tokens", "apart_columns"])?.map(extents);
-        let kept = both(decoder, ["kept_columns", "kept_slot"])?
-            .map(|[columns, slot]| Kept { columns, slot });
-        let once = both(decoder, ["once_tokens", "once_columns"])?.map(extents);
+        // These names of attributes are older than those of the fields; exported programs carry them.
+        let dweight_chunk = both(decoder, ["apart_tokens", "apart_columns"])?.map(extents);
+        let saved_columns = both(decoder, ["kept_columns", "kept_slot"])?
+            .map(|[columns, slot]| SavedColumns { columns, slot });
+        let single_pass = both(decoder, ["once_tokens", "once_columns"])?.map(extents);
         let vocab_axis = vocab_axis(decoder)?;
         let Extent(workspace_bytes) = decoder.parameter("workspace_bytes")?;
-        let wide: Option<bool> = decoder.parameter("wide")?;
-        let wide = wide.unwrap_or(false);
-        Ok(Self { vocab_axis, chunk, apart, kept, once, wide, workspace_bytes })
+        let f32_logits: Option<bool> = decoder.parameter("wide")?;
+        let f32_logits = f32_logits.unwrap_or(false);
+        Ok(Self {
+            vocab_axis,
+            chunk,
+            dweight_chunk,
+            saved_columns,
+            single_pass,
+            f32_logits,
+            workspace_bytes,
+        })
     }
 }
 
@@ -358,10 +369,10 @@ impl Call {
             adds_to_weight: false,
             leaves_hidden: false,
             chunk: within(tiling.chunk),
-            apart: tiling.apart.map(within),
-            kept: tiling.kept,
-            once: tiling.once,
-            wide: tiling.wide,
+            dweight_chunk: tiling.dweight_chunk.map(within),
+            saved_columns: tiling.saved_columns,
+            single_pass: tiling.single_pass,
+            f32_logits: tiling.f32_logits,
             workspace_bytes: tiling.workspace_bytes,
             time_block,
             block_size,

@@ -84,8 +84,8 @@ pub struct CpuLimits {
     pub tile: [Option<usize>; 2],
     /// GEMMs of XLA's plan in the same budget.
     pub xla_products: f64,
-    /// Whether a forward pass may leave logits to the backward pass.
-    pub hands_over: bool,
+    /// Whether a forward pass may save logits for the backward pass.
+    pub may_save_logits: bool,
 }
 
 /// The chunks of the library's call, and what it costs.
@@ -102,19 +102,19 @@ pub struct Plan {
     pub scratch_bytes: usize,
     /// Tokens and columns of a chunk of dweight's sweep, where dhidden has a separate one.
     #[serde(default)]
-    pub apart: Option<[usize; 2]>,
+    pub dweight_chunk: Option<[usize; 2]>,
     /// Columns whose logits are saved in the memory of dweight, and columns of a slot there.
     #[serde(default)]
-    pub kept: Option<[usize; 2]>,
+    pub saved_columns: Option<[usize; 2]>,
     /// The first columns, which have a single pass: tokens of its chunks, and the number of columns.
     #[serde(default)]
-    pub once: Option<[usize; 2]>,
+    pub single_pass: Option<[usize; 2]>,
     /// Whether logits of 16-bit operands go through memory, in float32.
     #[serde(default)]
-    pub wide: bool,
+    pub f32_logits: bool,
     /// Whether the forward pass saves logits, and its scratch, for a backward pass in another call.
     #[serde(default)]
-    pub hands_over: bool,
+    pub saves_logits: bool,
 }
 
 /// What a call takes: attributes in their order, and bytes of scratch.

@@ -87,27 +87,50 @@ pub struct Tiling {
     pub fused: bool,
     /// The chunks of dweight's sweep, where dhidden and dweight have separate passes.
     #[serde(default)]
-    pub apart: Option<Extents>,
+    pub dweight_chunk: Option<Extents>,
     /// The columns whose logits a fused call over chunks of columns saves, if any.
     #[serde(default)]
-    pub kept: Option<SavedColumns>,
+    pub saved_columns: Option<SavedColumns>,
     /// The tokens of a chunk, and the number of columns, of a single pass over the first columns. The
     /// other columns follow in chunks of `chunk`.
     #[serde(default)]
-    pub once: Option<Extents>,
+    pub single_pass: Option<Extents>,
     /// Whether logits of 16-bit operands go through memory, in float32.
     #[serde(default)]
-    pub wide: bool,
+    pub f32_logits: bool,
 }
 
 impl Tiling {
     fn new(chunk: Extents, fused: bool) -> Self {
-        Self { chunk, fused, apart: None, kept: None, once: None, wide: false }
+        Self {
+            chunk,
+            fused,
+            dweight_chunk: None,
+            saved_columns: None,
+            single_pass: None,
+            f32_logits: false,
+        }
     }
 
     fn of(plan: &Plan) -> Self {
-        let Plan { tokens, columns, products, apart, kept, once, wide, .. } = *plan;
-        Self { chunk: [tokens, columns], fused: products < 4.0, apart, kept, once, wide }
+        let Plan {
+            tokens,
+            columns,
+            products,
+            dweight_chunk,
+            saved_columns,
+            single_pass,
+            f32_logits,
+            ..
+        } = *plan;
+        Self {
+            chunk: [tokens, columns],
+            fused: products < 4.0,
+            dweight_chunk,
+            saved_columns,
+            single_pass,
+            f32_logits,
+        }
     }
 
     /// Whether gradients come with the loss, of whole rows.
@@ -117,18 +140,20 @@ impl Tiling {
 
     /// Returns the number of GEMMs, in those of the logits.
     fn products(&self, problem: &Problem) -> f64 {
-        if self.wide {
+        if self.f32_logits {
             return if self.fused { 3.0 } else { 4.0 };
         }
-        if self.apart.is_some() {
+        if self.dweight_chunk.is_some() {
             return 5.0;
         }
-        let single_pass = match self.once {
+        let computed_once = match self.single_pass {
             Some([_, columns]) => columns,
-            None if self.fused => self.chunk[1] + self.kept.map_or(0, |[columns, _]| columns),
+            None if self.fused => {
+                self.chunk[1] + self.saved_columns.map_or(0, |[columns, _]| columns)
+            }
             None => 0,
         };
-        4.0 - single_pass as f64 / problem.vocab as f64
+        4.0 - computed_once as f64 / problem.vocab as f64
     }
 
     /// Returns the bytes of scratch that every pass of the call fits into.
@@ -136,20 +161,21 @@ impl Tiling {
     pub fn scratch(&self, problem: &Problem) -> usize {
         let mut total = self.workspace(problem) + token_bytes(problem);
         let [tokens, columns] = self.chunk;
-        if self.wide {
+        if self.f32_logits {
             total += aligned(4 * tokens * columns) + 16 * tokens;
         } else if self.fused {
             total += scaled_hidden_bytes(problem, tokens);
-            total += shift_bytes(problem, self.once.unwrap_or(self.chunk), self.kept);
+            total +=
+                shift_bytes(problem, self.single_pass.unwrap_or(self.chunk), self.saved_columns);
         }
-        if let Some(once) = self.once {
+        if let Some(single_pass) = self.single_pass {
             let sums = chunk_sum_bytes(problem, scratch_rows(problem.tokens));
-            let first = single_pass_bytes(problem, once);
+            let first = single_pass_bytes(problem, single_pass);
             return total + sums + first.max(recomputed_bytes(problem, self.chunk));
         }
-        if let Some(apart) = self.apart {
+        if let Some(chunk) = self.dweight_chunk {
             let first = logit_bytes(problem, self.chunk) + chunk_sum_bytes(problem, tokens);
-            let second = logit_bytes(problem, apart) + weight_sum_bytes(problem, apart[1]);
+            let second = logit_bytes(problem, chunk) + weight_sum_bytes(problem, chunk[1]);
             return total + first.max(second);
         }
         if columns < problem.vocab && !self.by_tokens(problem) {
@@ -160,7 +186,7 @@ impl Tiling {
 
     /// Returns bytes of the workspace of GEMMs.
     fn workspace(&self, problem: &Problem) -> usize {
-        let Some([tokens, _]) = self.once else { return WORKSPACE };
+        let Some([tokens, _]) = self.single_pass else { return WORKSPACE };
         // Partial sums of few tokens' dhidden, which nothing else has room for.
         let tiles = tokens.div_ceil(TILE[0]) * problem.hidden.div_ceil(TILE[1]);
         let parts = NUM_SMS / tiles.max(1);
@@ -170,15 +196,15 @@ impl Tiling {
     /// Returns an estimate of the time of a call.
     fn seconds(&self, problem: &Problem) -> f64 {
         let both = [true; 2];
-        if let Some(once) = self.once {
-            let rest = Problem { vocab: problem.vocab - once[1], ..*problem };
-            return single_pass_seconds(problem, once)
+        if let Some(single_pass) = self.single_pass {
+            let rest = Problem { vocab: problem.vocab - single_pass[1], ..*problem };
+            return single_pass_seconds(problem, single_pass)
                 + sweep_seconds(&rest, self.chunk, DLOGITS_PASSES, both, None);
         }
         let sweep = |chunk, passes, gradients, has_own_gemm| {
             sweep_seconds(problem, chunk, passes, gradients, has_own_gemm)
         };
-        if self.wide {
+        if self.f32_logits {
             let [forward, backward, fused] = FLOAT32_PASSES;
             if self.fused {
                 return sweep(self.chunk, fused, both, Some(false));
@@ -199,30 +225,30 @@ impl Tiling {
         }
         let [forward, backward] = logit_passes(problem);
         let total = block_seconds(problem) + sweep(self.chunk, forward, [false; 2], None);
-        let Some(apart) = self.apart else {
+        let Some(dweight_chunk) = self.dweight_chunk else {
             return total + sweep(self.chunk, backward, both, None);
         };
         total
             + sweep(self.chunk, backward, [true, false], None)
-            + sweep(apart, backward, [false, true], None)
+            + sweep(dweight_chunk, backward, [false, true], None)
     }
 
     /// Returns seconds of a call that recomputes the columns whose logits are not saved.
     fn column_seconds(&self, problem: &Problem) -> f64 {
         let Problem { tokens: n, hidden: d, vocab: v, .. } = *problem;
         let last = self.chunk[1];
-        let [in_place, slot] = self.kept.unwrap_or([0, 1]);
-        let kept = even_chunks(in_place, slot);
+        let [in_place, slot] = self.saved_columns.unwrap_or([0, 1]);
+        let saved = even_chunks(in_place, slot);
         let rest = even_chunks(v.saturating_sub(last + in_place), last);
         let splits = logit_bytes(problem, self.chunk) > 2 * MOST_WORKSPACE;
         let gemm = |m, n, k| gemm_seconds(problem, splits, [m, n, k]);
         // Each slot has kernels of its own.
-        let mut total = (CHUNK_KERNELS + SLOT_KERNELS * kept.len()) as f64 * LAUNCH;
-        let [kept_passes, last_passes] =
+        let mut total = (CHUNK_KERNELS + SLOT_KERNELS * saved.len()) as f64 * LAUNCH;
+        let [saved_passes, last_passes] =
             if has_epilogue(problem) { [SOFTMAX_PASSES; 2] } else { [3.0, 2.0] };
         let [forward, backward] = logit_passes(problem);
         for (columns, logits, passes) in [
-            (kept, 1.0, kept_passes),
+            (saved, 1.0, saved_passes),
             (rest, 2.0, forward + backward),
             (vec![last], 1.0, last_passes),
         ] {
@@ -277,11 +303,11 @@ fn with_workspace(problem: &Problem, tiling: &Tiling, room: i64) -> Plan {
         scratch_bytes: scratch
             + left.min(more) / ALIGNMENT * ALIGNMENT
             + bytes_beside_scratch(problem),
-        apart: tiling.apart,
-        kept: tiling.kept,
-        once: tiling.once,
-        wide: tiling.wide,
-        hands_over: false,
+        dweight_chunk: tiling.dweight_chunk,
+        saved_columns: tiling.saved_columns,
+        single_pass: tiling.single_pass,
+        f32_logits: tiling.f32_logits,
+        saves_logits: false,
     }
 }
 
@@ -301,16 +327,16 @@ pub fn plan_call(problem: &Problem, plan: &Plan, pass: &str) -> CallPlan {
         ("chunk_columns", plan.columns),
         ("workspace_bytes", workspace),
     ];
-    if let Some([tokens, columns]) = plan.once {
+    if let Some([tokens, columns]) = plan.single_pass {
         attributes.extend([("once_tokens", tokens), ("once_columns", columns)]);
     }
-    if let Some([columns, slot]) = plan.kept {
+    if let Some([columns, slot]) = plan.saved_columns {
         attributes.extend([("kept_columns", columns), ("kept_slot", slot)]);
     }
-    if plan.wide {
+    if plan.f32_logits {
         attributes.push(("wide", 1));
     }
-    if let Some([tokens, columns]) = plan.apart {
+    if let Some([tokens, columns]) = plan.dweight_chunk {
         attributes.extend([("apart_tokens", tokens), ("apart_columns", columns)]);
     }
     CallPlan { attributes, scratch_bytes }
@@ -355,7 +381,7 @@ fn candidates(problem: &Problem, room: i64) -> Vec<Tiling> {
             found.push(Tiling::new(rows, true));
         }
         if is_short {
-            found.push(Tiling { wide: true, ..Tiling::new(rows, problem.reduced) });
+            found.push(Tiling { f32_logits: true, ..Tiling::new(rows, problem.reduced) });
         }
         if !problem.reduced || tokens < problem.tokens {
             let columns = chunk_extents(problem.vocab).into_iter();
@@ -396,8 +422,9 @@ fn fused_by_columns(problem: &Problem, room: i64, found: &mut Vec<Tiling>) {
         let tiling = Tiling::new([tokens, count as usize], true);
         found.push(tiling);
         let slots = if saves { &SLOTS[..] } else { &[] };
-        let kept = slots.iter().filter_map(|&slots| kept_columns(problem, tiling.chunk[1], slots));
-        found.extend(kept.map(|kept| Tiling { kept: Some(kept), ..tiling }));
+        let saved =
+            slots.iter().filter_map(|&slots| fit_saved_columns(problem, tiling.chunk[1], slots));
+        found.extend(saved.map(|saved| Tiling { saved_columns: Some(saved), ..tiling }));
     }
 }
 
@@ -410,7 +437,7 @@ fn fused_by_both(problem: &Problem, room: i64, found: &mut Vec<Tiling>) {
         return;
     }
     for tokens in chunk_extents(problem.tokens) {
-        let none = Tiling { once: Some([tokens, 0]), ..Tiling::new([0, 0], true) };
+        let none = Tiling { single_pass: Some([tokens, 0]), ..Tiling::new([0, 0], true) };
         let left = room - none.scratch(problem) as i64;
         let room = left + single_pass_bytes(problem, [tokens, 0]) as i64;
         let Some(chunk) = best_recomputed_chunk(problem, room) else { continue };
@@ -431,8 +458,8 @@ fn fused_by_both(problem: &Problem, room: i64, found: &mut Vec<Tiling>) {
                 let rest = problem.vocab - columns;
                 let even = rest.div_ceil(rest.div_ceil(chunk[1])).next_multiple_of(STEP);
                 let even = even.min(chunk[1]).min(rest);
-                let once = Some([tokens, columns]);
-                found.push(Tiling { once, ..Tiling::new([chunk[0], even], true) });
+                let single_pass = Some([tokens, columns]);
+                found.push(Tiling { single_pass, ..Tiling::new([chunk[0], even], true) });
             }
         }
     }
@@ -452,7 +479,7 @@ fn best_recomputed_chunk(problem: &Problem, room: i64) -> Option<Extents> {
 /// Returns the most columns that `slots` slots in the memory of dweight hold; none where no slot fits.
 ///
 /// `last` is the number of columns of the last chunk, whose logits stay in the scratch.
-fn kept_columns(problem: &Problem, last: usize, slots: usize) -> Option<SavedColumns> {
+fn fit_saved_columns(problem: &Problem, last: usize, slots: usize) -> Option<SavedColumns> {
     let Problem { tokens: n, hidden: d, vocab: v, .. } = *problem;
     let even = (v - last).div_ceil(slots).next_multiple_of(STEP);
     let slot = even.min(v * d / (d + slots * n.max(d)) / STEP * STEP);
@@ -494,7 +521,7 @@ fn separate_sweeps(problem: &Problem, room: i64) -> Option<Tiling> {
         least(fitting, |&chunk| sweep_seconds(problem, chunk, 2.0, gradients, None))
     };
     let (hidden, weight) = (best([true, false])?, best([false, true])?);
-    let tiling = Tiling { apart: Some(weight), ..Tiling::new(hidden, false) };
+    let tiling = Tiling { dweight_chunk: Some(weight), ..Tiling::new(hidden, false) };
     fits(&tiling, problem, room).then_some(tiling)
 }
 
@@ -522,9 +549,9 @@ fn block_seconds(problem: &Problem) -> f64 {
 }
 
 /// Returns bytes of a chunk of the single pass, and of its sums that dweight has no room for.
-fn single_pass_bytes(problem: &Problem, once: Extents) -> usize {
-    let scaled = once[0] * problem.hidden * problem.operand_bytes();
-    logit_bytes(problem, once) + scaled + 4 * problem.hidden * scratch_columns(problem, once)
+fn single_pass_bytes(problem: &Problem, chunk: Extents) -> usize {
+    let scaled = chunk[0] * problem.hidden * problem.operand_bytes();
+    logit_bytes(problem, chunk) + scaled + 4 * problem.hidden * scratch_columns(problem, chunk)
 }
 
 /// Returns the columns with sums in the scratch: dweight has room for half of the vocabulary.
@@ -540,14 +567,14 @@ fn recomputed_bytes(problem: &Problem, chunk: Extents) -> usize {
 }
 
 /// Returns seconds of the single pass over the first columns, and of sums over the others.
-fn single_pass_seconds(problem: &Problem, once: Extents) -> f64 {
+fn single_pass_seconds(problem: &Problem, chunk: Extents) -> f64 {
     let Problem { tokens: n, hidden: d, vocab: v, .. } = *problem;
-    let [tokens, columns] = once;
+    let [tokens, columns] = chunk;
     let gemm = |m, n, k| gemm_seconds(problem, true, [m, n, k]);
     let kernels = CHUNK_KERNELS as f64 * LAUNCH;
     let mut each = gemm(tokens, v, d) + gemm(tokens, d, columns) + kernels;
     let chunks = n.div_ceil(tokens);
-    let beyond = scratch_columns(problem, once);
+    let beyond = scratch_columns(problem, chunk);
     let parts = [columns - beyond, beyond].into_iter().filter(|&part| part > 0);
     each += parts.map(|part| gemm(part, d, tokens)).fold(0.0, |sum, part| sum + part);
     let mut moved = SOFTMAX_PASSES * (problem.operand_bytes() * n * columns) as f64;
@@ -577,11 +604,15 @@ fn lends_weight(problem: &Problem) -> bool {
 }
 
 /// Returns bytes of the running maxima of the unnormalised softmax: two a token and tile.
-fn shift_bytes(problem: &Problem, [tokens, columns]: Extents, kept: Option<SavedColumns>) -> usize {
+fn shift_bytes(
+    problem: &Problem,
+    [tokens, columns]: Extents,
+    saved: Option<SavedColumns>,
+) -> usize {
     if problem.operand_bytes() == 4 {
         return 0;
     }
-    let [in_place, slot] = kept.unwrap_or([0, 1]);
+    let [in_place, slot] = saved.unwrap_or([0, 1]);
     let slots = (0..in_place).step_by(slot).map(|first| slot.min(in_place - first));
     let tiles: usize = slots.chain([columns]).map(|columns| columns.div_ceil(TILE[1])).sum();
     aligned(2 * tokens * tiles)

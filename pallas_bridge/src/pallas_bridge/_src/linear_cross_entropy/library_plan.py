@@ -22,23 +22,23 @@ FEW_LOGITS = 1 << 22
 FEW_TOKENS = 512
 # What of a plan the library answers, and reads in a request for a call.
 ANSWERED = {
-    *("tokens", "columns", "products", "scratch_bytes"),
-    *("apart", "kept", "once", "wide", "hands_over"),
+    *("tokens", "columns", "products", "scratch_bytes", "dweight_chunk"),
+    *("saved_columns", "single_pass", "f32_logits", "saves_logits"),
 }
 # The library's integers have 64 bits.
 MOST_BYTES = 1 << 62
 
 
 def plan_cpu(
-    problem: Problem, usual: Plan, tile: Tile, dtype: Any, *, hands_over: bool
+    problem: Problem, usual: Plan, tile: Tile, dtype: Any, *, may_save_logits: bool
 ) -> Plan | None:
     """Returns the plan that may be fastest of those that fit; None where XLA runs `usual`.
 
-    A `tile` that the user names is the most columns of a block. `hands_over` is whether a
-    forward pass may leave logits to the backward pass.
+    A `tile` that the user names is the most columns of a block. `may_save_logits` is
+    whether a forward pass may save logits for the backward pass.
     """
     limit = usual.max_scratch_bytes
-    more = {"tile": tile, "xla_products": usual.products, "hands_over": hands_over}
+    more = {"tile": tile, "xla_products": usual.products, "may_save_logits": may_save_logits}
     return _plan("cpu", problem, limit, more, dtype=library.DTYPES[str(dtype)])
 
 

@@ -116,18 +116,19 @@ class Plan:
     # Bytes beyond operands and results, at most.
     scratch_bytes: int
     max_scratch_bytes: int
-    # Tokens and columns of the library's sweep for dweight, where dhidden has a separate one.
-    apart: tuple[int, int] | None = None
+    # Tokens and columns of a chunk of the library's sweep for dweight, where dhidden has a separate
+    # sweep.
+    dweight_chunk: tuple[int, int] | None = None
     # Columns whose logits the library saves in the memory of dweight, and those of a slot there.
-    kept: tuple[int, int] | None = None
+    saved_columns: tuple[int, int] | None = None
     # Tokens of a chunk, and columns: of so many first columns the library computes logits and their
     # gradient in a single pass, in chunks of these tokens. The others follow in chunks of `tokens`
     # and `columns`.
-    once: tuple[int, int] | None = None
-    # Whether the library's logits of 16-bit operands go through memory, in f32.
-    wide: bool = False
+    single_pass: tuple[int, int] | None = None
+    # Whether the library writes logits of 16-bit operands to memory in f32.
+    f32_logits: bool = False
     # Whether the forward pass saves logits, and its scratch, for a backward pass in another call.
-    hands_over: bool = False
+    saves_logits: bool = False
     # Whether every chunk has so many tokens, the last of them padded.
     batch_invariant: bool = False
     # Bytes that each kernel on TPUs moves between HBM and VMEM, by its name.
@@ -138,14 +139,15 @@ class Plan:
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
-        once, apart, kept = (one or (0, 0) for one in (self.once, self.apart, self.kept))
+        pairs = self.single_pass, self.dweight_chunk, self.saved_columns
+        single, separate, saved = (one or (0, 0) for one in pairs)
         is_by_xla = self.batch_invariant and not self.any_count and self.columns % LINE != 0
         parts = {
-            f" after {once[1]} columns made once, {once[0]} tokens at a time": self.once,
-            f", {apart[0]} x {apart[1]} for dweight": self.apart,
-            f", {kept[0]} columns kept in dweight's place": self.kept,
-            ", logits through memory in f32": self.wide,
-            ", logits handed to the backward pass": self.hands_over,
+            f" after {single[1]} columns in a single pass, {single[0]} tokens at a time": pairs[0],
+            f", {separate[0]} x {separate[1]} for dweight": pairs[1],
+            f", logits of {saved[0]} columns saved in dweight's memory": pairs[2],
+            ", f32 logits in memory": self.f32_logits,
+            ", logits saved for the backward pass": self.saves_logits,
             ", the last chunk padded": self.is_padded,
             ", on GPUs rows of logits by XLA": is_by_xla,
             ", for any number of tokens": self.any_count,

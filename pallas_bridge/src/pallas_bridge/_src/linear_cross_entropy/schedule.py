@@ -121,7 +121,9 @@ class Planner:
         saves = jax.default_backend() == "cpu"
         cpu = None
         if hidden.dtype == taken.dtype:
-            cpu = library_plan.plan_cpu(problem, plan, self.tile, hidden.dtype, hands_over=saves)
+            cpu = library_plan.plan_cpu(
+                problem, plan, self.tile, hidden.dtype, may_save_logits=saves
+            )
         return plan, cuda, cpu
 
 
@@ -141,12 +143,12 @@ class Schedule:
     def is_fused(self) -> bool:
         """Whether the forward pass computes gradients too, where the reduction is inside."""
         every = (one for one in (self.plan, self.cuda, self.cpu) if one is not None)
-        return any(one.products < 4 and not one.hands_over for one in every)
+        return any(one.products < 4 and not one.saves_logits for one in every)
 
     def forward_saving_logits(self, operands: Operands) -> Any:
         """Returns a pass forward, and the saved logits for `backward_with_logits`, or ()."""
         plan = self.cpu
-        saves = plan is not None and plan.hands_over and has_cpu_calls()
+        saves = plan is not None and plan.saves_logits and has_cpu_calls()
         if not saves or self.options.implementation == "pallas":
             return *self.run("forward", operands), ()
         default = Bound(_forward_saving_nothing, self)
