@@ -10,13 +10,33 @@ mod runs;
 mod tiles;
 mod transposed;
 
-use xentile::fp8_quantize::{Blocks, Fp8Quantize, QuantizeShape};
+use xentile::fp8_quantize::{Blocks, Format, Fp8Quantize, QuantizeShape};
 use xentile::{Element, Error, Result};
 
+use crate::Job;
 pub use crate::Launch;
+use crate::simd::Simd;
 use runs::Runs;
 use tiles::Tiles;
 use transposed::{ColumnScales, Scales, Transposed};
+
+/// Implements [`Job`] by `each`, which is compiled for each format.
+macro_rules! job_by_format {
+    ($($name:ident)*) => {$(
+        impl<E: Element> Job for $name<'_, E> {
+            type Output = ();
+
+            #[inline(always)]
+            fn run<S: Simd>(self, s: S) {
+                match self.arrays.options.format {
+                    Format::E4M3Fn => self.each::<S, false>(s),
+                    Format::E5M2 => self.each::<S, true>(s),
+                }
+            }
+        }
+    )*};
+}
+job_by_format!(Runs Tiles Transposed);
 
 crate::compiled::passes! {
     /// Each pass over elements `E`.

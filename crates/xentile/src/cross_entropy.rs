@@ -71,14 +71,12 @@
 //!
 //! Of entropies `H_i` of parts, with `w_i = exp(d_i) / s`, the whole's is `ln s - sum_i w_i (d_i - H_i)`, one
 //! more sum; and a part's gradient for a cotangent of it is as above, with the whole's lse and entropy. The
-//! whole's `argmax` is that of the first part whose `highest` is the largest of all. [`parts`] is the same in
-//! float64.
+//! whole's `argmax` is that of the first part whose `highest` is the largest of all.
 
 #[cfg(feature = "operation")]
 mod draw;
 #[cfg(feature = "operation")]
 pub mod operation;
-pub mod parts;
 pub mod reference;
 #[cfg(feature = "operation")]
 pub(crate) mod trained;

@@ -342,10 +342,14 @@ pub trait Operation: Sync {
     }
 
     /// The distributions that its inputs are drawn from.
-    fn distributions(&self) -> &'static [Distribution];
+    fn distributions(&self) -> &'static [Distribution] {
+        &[Distribution::Normal, Distribution::Uniform]
+    }
 
     /// The passes that there are kernels or programs of.
-    fn passes(&self) -> &'static [Pass];
+    fn passes(&self) -> &'static [Pass] {
+        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
+    }
 
     /// Whether a token's row says something of the next token, so that the last row of a sequence is of
     /// no use.

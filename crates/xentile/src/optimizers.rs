@@ -22,6 +22,8 @@ pub mod muon;
 pub mod operation;
 #[cfg(feature = "operation")]
 mod reference;
+#[cfg(feature = "operation")]
+mod step;
 
 use half::bf16;
 

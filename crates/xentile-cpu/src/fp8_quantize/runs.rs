@@ -1,11 +1,9 @@
 //! Blocks that are parts of rows.
 
 use xentile::Element;
-use xentile::fp8_quantize::Format;
 
 use super::Arrays;
 use super::entries::{amax, quantize, streams};
-use crate::Job;
 use crate::simd::Simd;
 
 /// Entries of runs that are read before any of them is written, so few that they are still in the first
@@ -71,21 +69,9 @@ impl<'a, E> Runs<'a, E> {
     }
 }
 
-impl<E: Element> Job for Runs<'_, E> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.arrays.options.format {
-            Format::E4M3Fn => self.each::<S, false>(s),
-            Format::E5M2 => self.each::<S, true>(s),
-        }
-    }
-}
-
 impl<E: Element> Runs<'_, E> {
     #[inline(always)]
-    fn each<S: Simd, const E5M2: bool>(self, s: S) {
+    pub(super) fn each<S: Simd, const E5M2: bool>(self, s: S) {
         let arrays = self.arrays;
         let columns = arrays.shape.columns();
         let streams = self.has_values && streams::<S>(arrays.shape.elements());

@@ -3,11 +3,9 @@
 use std::mem::MaybeUninit;
 
 use xentile::Element;
-use xentile::fp8_quantize::Format;
 
 use super::entries::{amax, quantize, streams};
 use super::{Arrays, TILE};
-use crate::Job;
 use crate::simd::{LINE_BYTES, Simd};
 
 /// Entries of the largest tile that is copied before it is worked on.
@@ -23,21 +21,9 @@ pub(crate) struct Tiles<'a, E> {
     pub(super) end: usize,
 }
 
-impl<E: Element> Job for Tiles<'_, E> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.arrays.options.format {
-            Format::E4M3Fn => self.each::<S, false>(s),
-            Format::E5M2 => self.each::<S, true>(s),
-        }
-    }
-}
-
 impl<E: Element> Tiles<'_, E> {
     #[inline(always)]
-    fn each<S: Simd, const E5M2: bool>(self, s: S) {
+    pub(super) fn each<S: Simd, const E5M2: bool>(self, s: S) {
         let Arrays { shape, block, .. } = *self.arrays;
         let streams = streams::<S>(shape.elements());
         let mut copy = [MaybeUninit::<E>::uninit(); COPIED];

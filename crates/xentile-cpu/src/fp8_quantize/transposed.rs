@@ -1,7 +1,6 @@
 //! Values and their transposed copy, from the same read.
 
 use xentile::Element;
-use xentile::fp8_quantize::Format;
 
 use super::entries::{amax, finite_amax, normal, quantize, quotients, store_part};
 use super::{Arrays, TILE};
@@ -65,21 +64,9 @@ impl<E: Element> Job for ColumnScales<'_, E> {
     }
 }
 
-impl<E: Element> Job for Transposed<'_, E> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.arrays.options.format {
-            Format::E4M3Fn => self.each::<S, false>(s),
-            Format::E5M2 => self.each::<S, true>(s),
-        }
-    }
-}
-
 impl<E: Element> Transposed<'_, E> {
     #[inline(always)]
-    fn each<S: Simd, const E5M2: bool>(self, s: S) {
+    pub(super) fn each<S: Simd, const E5M2: bool>(self, s: S) {
         let shape = self.arrays.shape;
         for index in self.first..self.end {
             let (band, across) = (index / self.tiles[1], index % self.tiles[1]);

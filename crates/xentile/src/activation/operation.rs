@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::reference::{self, Bound as Entry};
 use super::{Activation, ActivationShape, Kind as Function, Layout};
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Judged, Kind,
+    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Judged, Kind,
     NamedFunction, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic,
     TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
@@ -160,14 +160,6 @@ impl Operation for OfRows {
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         &[ENTRY_ROUNDINGS, WHOLE_RESULTS]
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

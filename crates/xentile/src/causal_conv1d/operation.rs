@@ -124,10 +124,6 @@ impl Operation for OfSequence {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }
 
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
-    }
-
     fn validate(&self, problem: &Problem) -> Result<()> {
         convolution(problem).validate().map_err(|error| Error::Invalid(error.to_string()))
     }

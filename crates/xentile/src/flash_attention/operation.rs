@@ -10,9 +10,9 @@ use rayon::prelude::*;
 use super::reference::{Gradients, Head, Near};
 use super::{AttentionShape, FlashAttention, Mask};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Judged, Kind,
-    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
-    ToleranceSpec, Tolerances, Value, Visitor,
+    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Judged, Kind, Operation,
+    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
+    Tolerances, Value, Visitor,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
@@ -228,14 +228,6 @@ impl Operation for Attention {
             default: |_| 1.5,
         }];
         &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

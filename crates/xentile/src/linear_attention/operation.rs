@@ -11,9 +11,9 @@ use rayon::prelude::*;
 
 use super::{CHUNK, Gradients, Head, LinearAttention, Step};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, Judged, Kind, Operation,
-    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
-    Tolerances, Value, Visitor, WHOLE_RESULTS,
+    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Judged, Kind, Operation, OptionSpec, Pass,
+    Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec, Tolerances, Value,
+    Visitor, WHOLE_RESULTS,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
@@ -148,14 +148,6 @@ impl Operation for OfSequence {
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         &TOLERANCES
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

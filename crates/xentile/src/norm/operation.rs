@@ -181,10 +181,6 @@ impl Operation for NormOperation {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }
 
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
-    }
-
     fn validate(&self, problem: &Problem) -> Result<()> {
         let valid = self.norm(problem).validate();
         valid.map_err(|error| Error::Invalid(format!("options: {error}")))

@@ -2,19 +2,17 @@
 //! pass alone.
 
 use super::reference::U;
+use super::step::{ENTRY_ROUNDINGS, STEP, check_step};
 use crate::operation::{
-    ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Kind, Operation,
+    ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
-    Tolerances, Value, Visitor,
+    Tolerances, Visitor,
 };
-use crate::{DType, Error, Result};
+use crate::{DType, Result};
 
 /// Muon with Nesterov's momentum in f32.
 #[derive(Clone, Copy, Debug)]
 pub struct Muon;
-
-const STEP: OptionSpec =
-    OptionSpec::new("step", Kind::Count, Value::Integer(10), "at least 1", "number of this step");
 
 const LEARNING_RATE: f64 = 1e-2;
 const WEIGHT_DECAY: f64 = 0.1;
@@ -46,11 +44,7 @@ impl Operation for Muon {
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
         const ALL: [ToleranceSpec; 2] = [
-            ToleranceSpec {
-                name: "entry_roundings",
-                about: "error of an entry, in roundings of f32",
-                default: |_| 64.0,
-            },
+            ENTRY_ROUNDINGS,
             // Five iterations in bf16 have a relative error of 0.02, and optax's 0.05.
             ToleranceSpec {
                 name: "step_rms",
@@ -61,21 +55,12 @@ impl Operation for Muon {
         &ALL
     }
 
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
-    }
-
     fn passes(&self) -> &'static [Pass] {
         &[Pass::Forward]
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {
-        let step = problem.integer(STEP.name).unwrap_or(1);
-        if !(1..i64::from(i32::MAX)).contains(&step) {
-            let (name, requirement) = (STEP.name, STEP.range);
-            return Err(Error::Option { name, value: step as f64, requirement });
-        }
-        Ok(())
+        check_step(problem)
     }
 
     fn signature(&self, _: &Problem, _: Pass) -> Signature {

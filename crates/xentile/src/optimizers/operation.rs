@@ -1,6 +1,7 @@
 //! Steps of optimizers over one array, as tools see them. They have no derivative, and so the forward pass alone.
 
 use super::reference::{Bounded, Code, Entry, Hyper, U, is_block};
+use super::step::{ENTRY_ROUNDINGS, STEP, check_step};
 use super::{GROUP, Rule, Scalars, philox, round_stochastically};
 use crate::operation::{
     Array, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Kind,
@@ -53,8 +54,6 @@ const BLOCKS: DimSpec = DimSpec {
     in_shape: false,
 };
 
-const STEP: OptionSpec =
-    OptionSpec::new("step", Kind::Count, Value::Integer(10), "at least 1", "number of this step");
 const MAX_NORM: OptionSpec = OptionSpec::new(
     "max_norm",
     Kind::Number,
@@ -189,11 +188,7 @@ impl Operation for Optimizer {
     }
 
     fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
-            name: "entry_roundings",
-            about: "error of an entry, in roundings of f32",
-            default: |_| 64.0,
-        }];
+        const ALL: [ToleranceSpec; 1] = [ENTRY_ROUNDINGS];
         &ALL
     }
 
@@ -211,10 +206,7 @@ impl Operation for Optimizer {
         if max_norm.is_nan() || max_norm < 0.0 {
             return wrong(MAX_NORM.name, max_norm, MAX_NORM.range);
         }
-        let step = problem.integer(STEP.name).unwrap_or(1);
-        if !(1..i64::from(i32::MAX)).contains(&step) {
-            return wrong(STEP.name, step as f64, STEP.range);
-        }
+        check_step(problem)?;
         let seed = problem.integer(ROUNDING_SEED.name).unwrap_or(0);
         if u32::try_from(seed).is_err() {
             return wrong(ROUNDING_SEED.name, seed as f64, ROUNDING_SEED.range);

@@ -150,10 +150,6 @@ impl Operation for OfHeads {
         &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }
 
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
-    }
-
     fn validate(&self, problem: &Problem) -> Result<()> {
         let invalid = |text: String| Err(Error::Invalid(text));
         let base = problem.number("base").unwrap_or(10_000.0);
