@@ -1,4 +1,4 @@
-//! Between the dtype of operands and f32, a row at a time.
+//! Conversions between operand dtypes and float32, a row at a time.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use xentile::{DType, Element};
 
 use crate::{Isa, Job, Simd};
 
-/// Numbers that are converted at a time where that takes room.
+/// Elements in the buffer of a conversion in place.
 const PIECE: usize = 256;
 
 /// `to = from`.
@@ -29,8 +29,7 @@ pub(crate) fn narrow<E: Element>(isa: Isa, from: &[f32], to: &mut [E]) {
     }
 }
 
-/// Rounds the numbers of each row of `columns`, ties to even, to elements at the beginning of the
-/// memory of that row.
+/// Rounds each row of `columns` numbers, ties to even, to elements at the beginning of the row's memory.
 pub(crate) fn narrow_rows<E: Element>(isa: Isa, columns: usize, numbers: &mut [f32]) {
     if E::DTYPE == DType::F32 {
         return;
@@ -47,8 +46,8 @@ pub(crate) fn narrow_rows<E: Element>(isa: Isa, columns: usize, numbers: &mut [f
     }
 }
 
-/// Sets `to` to `from` times `factor` with `constant` added, but to 0 where the sign of `from` is
-/// negative; rounded, if `Z` is bf16, which `E` then is too.
+/// `to = from * factor + constant`, rounded if `Z` is bf16 (then `E` is bf16 too). Unless `constant` is 0,
+/// `to` is 0 where the sign of `from` is negative.
 pub(crate) fn scale<E: Element, Z: Element>(
     isa: Isa,
     from: &[E],
@@ -94,20 +93,20 @@ pub(crate) fn sum(isa: Isa, numbers: &[f32]) -> f64 {
     isa.run(Sum { numbers })
 }
 
-/// Sets each number of `to` to the bits of two bf16 of `E`, the first of them in the lower half: of as
-/// many of `from` that follow each other. The last may be alone, with 0.
+/// Packs pairs of consecutive bf16 into 32-bit words, the first of each in the lower half. An odd last
+/// element is paired with 0.
 pub(crate) fn pairs<E: Element>(isa: Isa, from: &[E], to: &mut [f32]) {
     assert_eq!(from.len().div_ceil(2), to.len());
     isa.run(Pairs { from: cast(from), to });
 }
 
-/// As [`pairs`], of the first and the second of `from`, which may be empty for zeros.
+/// Packs `low[i]` and `high[i]` into word `i`; an empty `high` stands for zeros.
 pub(crate) fn pair<E: Element>(isa: Isa, [low, high]: [&[E]; 2], to: &mut [f32]) {
     assert!(low.len() == to.len() && (high.len() == to.len() || high.is_empty()));
     isa.run(Pair { low: cast(low), high: cast(high), to });
 }
 
-/// Elements of `E` by their other name `F`.
+/// Casts elements of `E` to `F`, which is the same type.
 fn cast<E: Element, F: Element>(elements: &[E]) -> &[F] {
     assert_eq!(E::DTYPE, F::DTYPE);
     // SAFETY: each dtype is of one type.
@@ -121,13 +120,13 @@ fn cast_mut<E: Element, F: Element>(elements: &mut [E]) -> &mut [F] {
     unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), elements.len()) }
 }
 
-/// Elements as f32, where they are.
+/// Returns elements as f32 if that is their type.
 pub(crate) fn as_f32_mut<E: Element>(elements: &mut [E]) -> Option<&mut [f32]> {
     (E::DTYPE == DType::F32).then(|| cast_mut(elements))
 }
 
-/// The bits of the nearest bf16 in the upper half; of NaN, a NaN. Without branches, so that the
-/// compiler makes vectors of it.
+/// Returns bits whose upper half is the nearest bf16, a NaN for NaN. Without branches, so that the
+/// compiler vectorises it.
 #[inline(always)]
 fn rounded(x: f32) -> u32 {
     let bits = x.to_bits();
@@ -216,7 +215,7 @@ impl Job for Narrow<'_> {
     }
 }
 
-/// Sums, or maxima, that are taken beside one another.
+/// Independent accumulators of a sum or a maximum.
 const LANES: usize = 32;
 
 struct Largest<'a> {

@@ -1,17 +1,16 @@
-//! Products of matrices, summed in f32.
+//! GEMMs on CPUs, with float32 sums.
 //!
 //! The scheme is that of K. Goto and R. van de Geijn, Anatomy of high-performance matrix
-//! multiplication (2008): a tile of the result stays in registers while a strip of each factor goes
-//! by, from memory in which the strips lie as the tile takes them. Here the right factor is put into
-//! that order once, by all threads, and then multiplied by each of them. Every product of a pass has
-//! such a factor (the weight, twice, and hidden states), and a product that orders both for itself,
-//! as a library's does, spends a good part of its time on that.
+//! multiplication (2008): a tile of the result stays in registers, while the microkernel reads a strip
+//! of each matrix from memory packed in its order. All threads pack the right matrix together, once, and
+//! each multiplies it by rows of its own. Every GEMM of a pass has a right matrix that all threads share
+//! (the weight, twice, and hidden states); a library's GEMM, which packs both matrices for itself, spends
+//! a good part of its time on packing.
 //!
-//! Factors are packed in words of 32 bits: a number in f32 each, or, where processors multiply them,
-//! two of bf16, which takes half the time. Tiles of the latter, where processors multiply whole ones, are
-//! in an order of their own (`tiled`).
+//! Packed words have 32 bits: one float32, or two bf16 on processors that multiply bf16 pairs, in half
+//! the time. For processors that multiply whole tiles of bf16 (AMX), words have another order (`tiled`).
 //!
-//! Each sum is taken in the same order whatever rows and columns are asked for beside it.
+//! The order of each sum does not depend on which other rows and columns are computed.
 
 mod factors;
 mod tiled;
@@ -23,31 +22,33 @@ use factors::Words;
 pub(crate) use factors::{Left, Matrix, Panels, TERMS_STEP};
 use tiled::Cut;
 
-/// Words of a sum that are taken at a time: strips of so many stay in the caches closest by.
+/// Words of the inner dimension in a block: strips of so many stay in the closest caches.
 const DEPTH: usize = 512;
 
-/// As many where a word has two terms, each of which rounds the sum: logits would be further off than
-/// those of dense programs.
+/// The same for words of two bf16, which round the sum twice: with longer blocks the error of logits
+/// would exceed that of XLA's programs.
 const DEPTH_OF_PAIRS: usize = 128;
 
-/// Strips of the left factor that are multiplied by each panel of the right one while they are near.
+/// Strips of the left matrix in a block, which stays in the caches while it is multiplied by each panel
+/// of the right matrix.
 const STRIPS: usize = 21;
 
-/// Rows of a strip, and of a tile. With four vectors of each row, or two where registers are few, all
-/// sums of a tile have registers, and a term is read from memory for every other product or less.
+/// Rows of a strip, and of a tile. With four vectors a row, or two on processors with few registers, all
+/// sums of a tile are in registers, and at most every other multiplication reads memory.
 const ROWS: usize = 6;
 
-/// Rows of a tile where no more are left.
+/// Rows of a smaller tile, for the last rows.
 const FEW_ROWS: usize = 3;
 
 /// The most columns of a tile.
 const MOST_COLUMNS: usize = 2 * MAX_CHUNK;
 
-/// Chunks of a tile's row.
+/// SIMD chunks in a row of a tile.
 const fn chunks<S: Simd>() -> usize {
     S::REGISTERS / 16
 }
 
+/// Computes the columns of a tile.
 struct Width;
 
 impl Job for Width {
@@ -167,7 +168,7 @@ fn tile<S: Simd, M: MulAdd<S>, const CHUNKS: usize, const COUNT: usize>(
     sums
 }
 
-/// Writes a tile to rows that lie `step` apart, or adds it to what is there.
+/// Writes a tile to rows with a stride of `step`, or adds it to them.
 #[inline(always)]
 fn write<S: Simd, const CHUNKS: usize, const COUNT: usize>(
     simd: S,

@@ -19,7 +19,7 @@ use xentile_programs::cross_entropy::{
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let [program, implementation, tokens, vocab, dtype, options @ ..] = arguments.as_slice() else {
-        return Err("wants a program, an implementation, T, V and a dtype".into());
+        return Err("arguments must be a program, an implementation, T, V and a dtype".into());
     };
     let mut keys: HashMap<&str, &str> =
         options.iter().filter_map(|option| option.split_once('=')).collect();
@@ -43,7 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let reduction = if program == "sum" { Reduction::Sum } else { Reduction::Mean };
     let (weights, cotangent) = (take("weights").is_some(), take("cotangent").is_some());
     if let Some(key) = keys.keys().next() {
-        return Err(format!("{key} is no key").into());
+        return Err(format!("unknown key {key}; the head of this file lists the keys").into());
     }
     let program = match program.as_str() {
         "forward" => forward(&problem, implementation),
@@ -51,7 +51,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "mean" | "sum" => {
             value_and_grad(&problem, Reduced { reduction, weights, cotangent }, implementation)
         }
-        other => return Err(format!("{other} is no program").into()),
+        other => {
+            return Err(format!(
+                "program is {other}; it must be forward, forward_and_backward, mean or sum"
+            )
+            .into());
+        }
     };
     print!("{}", program.text);
     Ok(())

@@ -1,5 +1,5 @@
-//! What was found by measuring, carried as data in `tuned/`, which is `configs/tuned/`: tiles by sweeps
-//! (`<op>.<backend>.yaml`), and whether an operation's kernel or XLA's own program is the faster
+//! Measured choices, carried as data in `tuned/`, which is `configs/tuned/`: the best tiles of sweeps
+//! (`<op>.<backend>.yaml`), and whether an operation's kernel or XLA's program is faster
 //! (`implementations.<backend>.yaml`).
 
 use std::collections::BTreeMap;
@@ -35,7 +35,7 @@ pub struct TunedTile {
     pub cluster: Option<u32>,
 }
 
-/// What runs of an operation where the user names no implementation.
+/// What runs if the user names no implementation.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq)]
 #[serde(rename_all = "lowercase")]
 pub enum Implementation {
@@ -45,32 +45,32 @@ pub enum Implementation {
     Xla,
 }
 
-/// What was found of a variant of an operation inside a jitted block of a transformer. Times are in
-/// XLA's of the same block, geometric means over shapes.
+/// Measurements of a variant of an operation inside a jitted transformer block. Times are relative to
+/// those of the block with XLA's program (geometric means over shapes).
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct TunedImplementation {
     /// The operation's name.
     pub operation: String,
-    /// What of it, such as `silu halves`; empty where it has no variants.
+    /// The variant, such as `silu halves`; empty if the operation has none.
     pub variant: String,
     /// What runs.
     pub implementation: Implementation,
-    /// Time of the kernel's block forward.
+    /// Forward time of the block with the kernel.
     pub forward: f64,
-    /// Time forward and backward.
+    /// Forward and backward time.
     pub both: f64,
-    /// Bytes of temporaries forward and backward, in those of XLA's block.
+    /// Bytes of temporaries forward and backward, likewise relative.
     pub temporaries: f64,
     /// Where it was measured: a GPU's name.
     pub device: String,
 }
 
-/// Which implementations are the faster, a line for each backend.
+/// The tables of implementations, a line for each backend.
 const IMPLEMENTATIONS: &[(&str, &str)] =
     &[("cuda", include_str!("../tuned/implementations.cuda.yaml"))];
 
-/// Whatever was measured of operations on a backend; none where nothing was.
+/// Returns all measurements for a backend; empty if there are none.
 ///
 /// # Panics
 /// Never: the tables are parsed by this crate's tests.
@@ -80,8 +80,8 @@ pub fn tuned_implementations(backend: &str) -> &'static [TunedImplementation] {
     rows(PARSED.get_or_init(|| parse(IMPLEMENTATIONS)), backend)
 }
 
-/// What runs of an operation's variant on a backend where the user names no implementation; the
-/// kernel where nothing was measured.
+/// Returns what runs for a variant of an operation on a backend if the user names no implementation: the
+/// kernel if nothing was measured.
 #[must_use]
 pub fn tuned_implementation(backend: &str, operation: &str, variant: &str) -> Implementation {
     tuned_implementations(backend)
@@ -97,7 +97,7 @@ const TABLES: &[(&str, &str)] = &[
     ("linear_cross_entropy.cpu", include_str!("../tuned/linear_cross_entropy.cpu.yaml")),
 ];
 
-/// Every tile carried for `table`, which is named `<op>.<backend>`; none where no sweep was kept.
+/// Returns the tiles of `table`, which is named `<op>.<backend>`; empty if there is no such table.
 ///
 /// # Panics
 /// Never: the tables are parsed by this crate's tests.
@@ -107,8 +107,8 @@ pub fn tuned_tiles(table: &str) -> &'static [TunedTile] {
     rows(PARSED.get_or_init(|| parse(TABLES)), table)
 }
 
-/// The tile to use for `dtype` logits of `vocab` columns where the user names none: the one found
-/// at the nearest vocabulary (by ratio) of the same dtype.
+/// Returns the tile for `dtype` logits of `vocab` columns if the user names none: the best tile at the
+/// nearest measured vocabulary (by ratio) of the same dtype.
 ///
 /// # Errors
 /// The table holds a tile of 0.
@@ -119,7 +119,7 @@ pub fn tuned_tile(table: &str, dtype: DType, vocab: usize) -> Result<Option<Tile
     nearest.map(|row| Tile::new(row.time_block, row.block_size)).transpose()
 }
 
-/// Carried tables by their names.
+/// Parsed tables by their names.
 type Parsed<T> = BTreeMap<&'static str, Vec<T>>;
 
 fn parse<T: DeserializeOwned>(tables: &[(&'static str, &str)]) -> Parsed<T> {

@@ -4,13 +4,13 @@ use xentile::Element;
 
 use crate::simd::{LINE_BYTES, MAX_CHUNK, STREAM_BYTES, Simd};
 
-/// Below this scale an entry below f32's normal range would not be 0 by itself.
+/// Below this scale the quotient of a subnormal entry would not round to 0.
 const SCALE_OF_TINY: f32 = 1e-30;
 
-/// amax of `rows` of `count` entries that begin `step` apart, without what is not finite.
+/// amax of the finite entries of `rows` rows, each of `count` entries and with a stride of `step`.
 ///
 /// # Safety
-/// `x` leads to so many.
+/// `x` points to so many entries.
 #[inline(always)]
 pub(super) unsafe fn amax<S: Simd, E: Element>(
     s: S,
@@ -53,29 +53,30 @@ pub(super) unsafe fn amax<S: Simd, E: Element>(
     normal(found)
 }
 
-/// The same where there is an infinity, which is rare.
+/// amax of the finite entries; a slow path for arrays with an infinity.
 #[inline(never)]
 pub(super) fn finite_amax<E: Element>(entries: impl Iterator<Item = E>) -> f32 {
     let magnitudes = entries.map(|x| x.to_f32().abs()).filter(|x| x.is_finite());
     normal(magnitudes.fold(0.0, f32::max))
 }
 
-/// Whether so many values are written past the caches.
+/// Whether so many values are written by non-temporal stores.
 #[inline(always)]
 pub(super) fn streams<S: Simd>(values: usize) -> bool {
     S::STREAMS && values >= STREAM_BYTES
 }
 
-/// 0 in the place of what is below f32's normal range.
+/// Returns amax, or 0 if it is subnormal.
 #[inline(always)]
 pub(super) fn normal(amax: f32) -> f32 {
     if amax < f32::MIN_POSITIVE { 0.0 } else { amax }
 }
 
-/// Writes values of `count` entries to `to`, past the caches where it `streams`: a fence must follow.
+/// Writes the values of `count` entries to `to`. If it `streams`, stores are non-temporal, and a fence
+/// must follow.
 ///
 /// # Safety
-/// `x` and `to` lead to so many.
+/// `x` and `to` point to so many entries and values.
 #[inline(always)]
 pub(super) unsafe fn quantize<S: Simd, E: Element, const E5M2: bool>(
     s: S,
@@ -96,14 +97,14 @@ pub(super) unsafe fn quantize<S: Simd, E: Element, const E5M2: bool>(
     }
 }
 
-/// `x` with 0 of its sign where it is below f32's normal range.
+/// Returns `x`, with 0 of its sign if it is subnormal.
 #[inline(always)]
 fn without_tiny<S: Simd>(s: S, x: S::Vector) -> S::Vector {
     let is_tiny = s.less(s.abs(x), s.splat(f32::MIN_POSITIVE));
     s.select(is_tiny, s.copysign(s.splat(0.0), x), x)
 }
 
-/// Quotients of a chunk; of `TINY` ones, too.
+/// Returns `x / scale` of a chunk, by reciprocals; with `TINY`, subnormal `x` counts as 0.
 #[inline(always)]
 pub(super) fn quotients<S: Simd, const TINY: bool>(
     s: S,
@@ -166,7 +167,7 @@ unsafe fn each<S: Simd, E: Element, const E5M2: bool, const TINY: bool>(
 /// Writes the first `count` values of a chunk.
 ///
 /// # Safety
-/// `to` leads to so many, which are at most a chunk.
+/// `to` points to so many values, at most a chunk.
 #[inline(always)]
 pub(super) unsafe fn store_part<S: Simd, E: Element, const E5M2: bool>(
     s: S,

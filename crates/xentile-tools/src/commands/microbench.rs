@@ -266,7 +266,7 @@ impl Measure {
         }
     }
 
-    /// The config, over what it takes from elsewhere.
+    /// The config on top of `base`: the file, then --set, then flags.
     fn over(&self, base: Value) -> Result<Config> {
         let path = presets::choose("microbench", self.config.as_deref(), self.preset.as_deref());
         let mut config: Config = match &path {
@@ -373,7 +373,7 @@ impl Measure {
     }
 }
 
-/// Refuses before the measurement what would only fail after it.
+/// Checks the path of --json before the measurement.
 fn check_json_file(path: &Path) -> Result<()> {
     let shown = path.display();
     ensure!(!path.is_dir(), "--json {shown} is a directory; name a file in it");
@@ -389,7 +389,7 @@ struct Table {
     columns: Vec<(&'static str, usize)>,
 }
 
-/// What the table tells of each measurement, by key of its report, with a head and digits.
+/// The columns of results: key in the report, head, and digits.
 const FIGURES: [(&str, &str, usize); 5] = [
     ("median_step_ms", "step ms", 4),
     ("copy_ms", "copy ms", 4),

@@ -1,8 +1,8 @@
 """Primitives whose lowering chooses what runs, as it knows the program: platform and devices.
 
-What is traced is a default, a function of the operands. Lowering takes it, or what a choice of the
-primitive's returns in its place. Nobody but dead code elimination looks inside: results that are
-not used are dropped, and derivatives are refused (`refusal`).
+A primitive is traced with a default, a function of the operands. Lowering runs the default, or the
+function that the primitive's `choose` returns in its place. Of JAX's transformations, only dead
+code elimination looks inside and drops unused results; derivatives are refused (`refusal`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from .partitioning import is_whole
 def make_primitive(operation: Operation, name: str, choose: Callable[..., Any]) -> Primitive:
     """Returns a primitive of an operation for which lowering chooses a function.
 
-    Its parameters are `default`, the function that is taken where none is chosen, `tree`, which
-    says how operands lie flat, and `keep`, the indices of the results that are used; others are its
+    Its parameters are `default`, the function that runs if none is chosen, `tree`, the tree
+    structure of the operands, and `keep`, the indices of the results that are used; others are its
     own. choose(ctx, default, tree, keep, **others) returns None, or the context to lower in and a
     function of the operands.
     """
@@ -45,9 +45,9 @@ def make_primitive(operation: Operation, name: str, choose: Callable[..., Any]) 
 
 @dataclass(frozen=True)
 class Default:
-    """A function of flat arrays, traced; equal to another of the same function.
+    """A traced function of flat arrays; two are equal if their functions are.
 
-    Arrays and how JAX is set up are what JAX's caches compare besides.
+    JAX's caches compare the operands' types and JAX's configuration in addition.
     """
 
     function: Callable[..., Any]
@@ -86,7 +86,7 @@ def _avals(*_: Any, default: Any, keep: tuple[int, ...], **__: Any) -> list[Any]
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Drops results that nothing uses: gradients above all."""
-    equation = rest[-1]  # from 0.12 on JAX says more before it
+    equation = rest[-1]  # JAX 0.12 passes other arguments before it
     if not any(used):
         return [False] * len(equation.invars), None
     keep = [index for index, one in zip(equation.params["keep"], used, strict=True) if one]
@@ -104,15 +104,15 @@ def _batch(
     axes: Sequence[int | None],
     **how: Any,
 ) -> Any:
-    """One after another: each has a gradient of the weight of its own.
+    """Runs one example after another (`jax.lax.map`), as each has its own gradient of the weight.
 
-    Where a mesh of explicit axes shards the mapped axis, each device has its own share.
+    If explicit mesh axes shard the mapped axis, each device runs its own examples.
     """
     default, keep = how.pop("default"), how.pop("keep")
     how.pop("tree")
 
     def run_one(*flat: Any) -> list[Any]:
-        # Traced anew: within `shard_map` types are others.
+        # Traced again, because types within `shard_map` differ.
         arrays = jax.tree.unflatten(default.tree, flat)
         leaves = jax.tree.leaves(bind_deferred(made, default.function, *arrays, **how))
         return [leaves[index] for index in keep]

@@ -165,16 +165,13 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
         window=(given.get("window_before"), given.get("window_after")),
         width=head_dim,
     )
-    tokens, is_packed, has_as_many = (
-        cell.tokens,
-        cell.settings.segments is not None,
-        keys == cell.tokens,
-    )
+    tokens, is_packed = cell.tokens, cell.settings.segments is not None
+    has_one_length = keys == tokens
     options = replace(
         options,
         has_sinks=has_sinks,
-        has_segments=is_packed and has_as_many,
-        is_own_segment=is_packed and has_as_many,
+        has_segments=is_packed and has_one_length,
+        is_own_segment=is_packed and has_one_length,
         gives_lse=True,
         implementation=cell.implementation,
     )
@@ -183,7 +180,7 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
     def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
         *beside, do, dlse = more
         sinks, of_texts = beside[: int(has_sinks)], beside[int(has_sinks) :]
-        if is_packed and not has_as_many:
+        if is_packed and not has_one_length:
             seen, ids = jnp.stack(of_texts, -1), []
         else:
             seen = ranges(options, tokens, keys, None, None)
@@ -204,7 +201,7 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
     k = Shape((kv_heads, keys, head_dim), DTYPES[cell.dtype])
     rows = Shape((heads, tokens), jnp.float32)
     sinks = [Shape((heads,), jnp.float32)] if has_sinks else []
-    of_texts = [Shape((tokens,), jnp.int32)] * (is_packed * (1 if has_as_many else 2))
+    of_texts = [Shape((tokens,), jnp.int32)] * (is_packed * (1 if has_one_length else 2))
     arguments = [q, k, k, *sinks, *of_texts, q, rows]
     return Program("forward_and_backward", forward_and_backward, arguments)
 

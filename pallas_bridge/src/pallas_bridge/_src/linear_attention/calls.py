@@ -1,7 +1,8 @@
 """Calls of the kernels of linear attention and the gated delta rule, and their derivative.
 
-Kernels have chunks of tokens in groups, as `program` has, and save the state after each group for
-the backward pass. Those for GPUs are for bfloat16, and for 64 or 128 columns of keys and of values.
+Kernels process tokens in chunks, and chunks in groups, as `program` does, and save the state after
+each group for the backward pass. GPU kernels take bfloat16, with 64 or 128 columns of keys and of
+values.
 """
 
 import math
@@ -25,9 +26,9 @@ WIDTHS = (64, 128)
 # Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
-# CTAs of the forward kernel, each of 32 columns of values of a head, that leave half of a GPU's
-# multiprocessors idle, and those that leave none: linear attention with as few runs as many groups
-# at once, if they have so many chunks. More groups make the backward pass slower than they gain.
+# The forward kernel has a CTA for 32 value columns of a head. With at most FEW_CTAS, which leave
+# half of a GPU idle, linear attention runs as many groups at once as give MANY_CTAS CTAs, of at
+# least LEAST_CHUNKS_AT_ONCE chunks each. More groups cost the backward pass more than they gain.
 FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 128, 16
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
@@ -51,7 +52,7 @@ class Call:
         """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
-        # Of one token, XLA's program writes into a donated state; a call's result is copied there.
+        # For one token XLA's program updates a donated state in place; a call's result is copied.
         if _lacks_on_gpus(arrays) or (q.shape[1] == 1 and implementation is None):
             # As many states as XLA's own program saves.
             chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
@@ -112,7 +113,7 @@ def attend(call: Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _without(call: Call) -> tuple[str, ...]:
-    """Returns the platforms without a kernel: GPUs too, if one here has too little memory."""
+    """Returns the platforms without a kernel: GPUs too, if a local one lacks shared memory."""
     if not call.has_gpus:
         return ("tpu", "cuda")
     try:
@@ -179,7 +180,7 @@ def _with_axes(leading: tuple[int, ...], arrays: list[jax.Array]) -> list[jax.Ar
 
 
 def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
-    """Returns zeros for what kernels work in, which XLA drops, as nothing reads them."""
+    """Returns zeros for the kernels' scratch results, which XLA drops, as nothing reads them."""
     q, _, v, *_ = arrays
     batch, tokens, _, width = q.shape
     heads, columns = v.shape[2:]

@@ -1,12 +1,12 @@
-"""Options of losses that are traced, where kernels take attributes, which no program changes.
+"""Loss options that are traced scalars; kernels take options as attributes, fixed at compile time.
 
-The loss is affine in label smoothing and z-loss: with A = -logps = lse - z_y and, of label
-smoothing 1 and no z-loss, B = loss = lse - mean(z),
+The loss is affine in label smoothing and z-loss. With A = -logps = lse - z_y and B = lse - mean(z),
+the kernels' loss for label smoothing 1 and no z-loss,
 
     loss = (1 - label_smoothing) * A + label_smoothing * B + z_loss * lse^2
 
-and kernels take the cotangents of logps, loss and lse at once, in one pass over the logits.
-Softcap and temperature are applied to the logits by XLA (`map_logits`).
+which JAX differentiates; kernels take the cotangents of logps, loss and lse in one pass over the
+logits. XLA applies a traced softcap or temperature to the logits (`map_logits`).
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Coefficients:
     @property
     def known(self) -> dict[str, Any]:
         """The coefficients that can be checked now, with 0 for the others."""
-        # `dataclasses.asdict` copies values, which within `jit` makes traced ones of arrays.
+        # `dataclasses.asdict` would copy arrays, and a copy within `jit` is traced.
         return {name: 0.0 if is_traced(value) else value for name, value in vars(self).items()}
 
     @property
@@ -69,7 +69,7 @@ class Coefficients:
         return (0, 1, 2) if self.any_traced else (0,)
 
     def for_kernels(self, options: Options) -> Options:
-        """Returns the options of the kernels, for options of `known`."""
+        """Returns the options that kernels take, of options checked with `known`."""
         if not self.any_traced:
             return options
         smoothing = 1.0 if is_traced(self.label_smoothing) else options.label_smoothing
@@ -82,7 +82,7 @@ class Coefficients:
         outputs: TokenOutputs,
         factors: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the loss [..] of tokens, for outputs of kernels with options of `for_kernels`.
+        """Returns the loss [..] of tokens, from kernel outputs for the options of `for_kernels`.
 
         `factors` [..] are what losses are multiplied by. Tokens of factor 0 whose outputs are not
         finite count as 0 (`countable`), so that their gradient is 0.
