@@ -1,20 +1,20 @@
 //! Cross-entropy of hidden states against an output matrix, whose logits are never all in memory.
 //!
-//! The vocabulary is taken a block of columns at a time, first for the sums of every token and then
-//! for gradients. A column block's logits are a product in f32, which nothing rounds; the passes of
-//! [`cross_entropy`](crate::cross_entropy) run over them where they lie, and two more products take
-//! their gradient to hidden states and weight. All tokens of a column block share one copy of its
-//! weight, in the order that products take, in whose place the sums of its gradient come.
+//! A pass takes the vocabulary a block of columns at a time, first for the sums of every token and then
+//! for gradients. A GEMM computes a column block's logits in float32, without rounding; the passes of
+//! [`cross_entropy`](crate::cross_entropy) run over them in place, and two more GEMMs compute dhidden and
+//! dweight from their gradient. All tokens share one packed copy of a column block's weight, which the
+//! float32 sums of its gradient overwrite.
 //!
-//! What stands for a column block's logits waits for their gradient in the memory of dweight, or in
-//! what scratch there is, and only what finds no room is made again: three products where there is room
-//! for all, four where there is for none. In f32 these are logits themselves, in 16 bits their
-//! unnormalised softmax (`kept.rs`). Where smoothing and softcap are both asked for, the gradient is no
-//! multiple of that, and all is made again in 16 bits. Both passes may be one ([`Linear::fused`]), or
-//! the first leaves to the second what it holds ([`Linear::keep`] and [`Linear::resume`]).
+//! Logits of column blocks are saved until their gradient is computed, in the memory of dweight and in
+//! the scratch; those without room are recomputed: three GEMMs if all are saved, four if none is. In
+//! float32 the logits themselves are saved, in 16 bits their unnormalised softmax (`kept.rs`). With both
+//! smoothing and softcap the gradient is no multiple of the softmax, and 16-bit logits are recomputed.
+//! Both passes may be one call ([`Linear::fused`]), or the forward pass saves logits for the backward
+//! pass of another call ([`Linear::keep`] and [`Linear::resume`]).
 //!
-//! Threads share out tokens, and rows of the weight's gradient. Each number is summed by one thread
-//! in one order, so that their count changes no bit.
+//! Threads share tokens, and rows of dweight. One thread computes each sum in a fixed order, so that the
+//! number of threads changes no bit.
 
 mod kept;
 mod layout;
@@ -148,7 +148,7 @@ impl<'a> Linear<'a> {
         Ok(())
     }
 
-    /// Writes the gradients for `cotangents`, making logits again.
+    /// Writes the gradients for `cotangents`, from recomputed logits.
     ///
     /// # Errors
     /// As for [`Self::forward`].

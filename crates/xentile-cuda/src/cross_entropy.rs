@@ -5,10 +5,10 @@
 //! (kernels/ring.cuh). Rows of small vocabularies come several to a CTA (kernels/packed.cuh), in every
 //! pass. On others, and for rows that no cluster holds, a CTA takes a row and the fused
 //! pass reads it twice (kernels/plain.cuh). The backward pass needs no row whole, and takes tiles
-//! (kernels/flat.cuh). [`plan`] chooses. A temperature is a factor of theirs, whatever it is. What is said of
-//! the distribution (kernels/distribution.cuh) has the same schedules; but its backward pass packs no
-//! rows, and without clusters its forward pass is kernels/whole.cuh, which the backward pass of losses
-//! follows where both are asked for.
+//! (kernels/flat.cuh). [`plan`] chooses. Kernels multiply by the reciprocal of any temperature. Passes with
+//! entropy and argmax (kernels/distribution.cuh) have the same schedules; but the backward pass packs no
+//! rows, and without clusters the forward pass is kernels/whole.cuh, followed by the backward pass of
+//! losses in a fused pass.
 
 mod arguments;
 pub mod plan;
@@ -83,12 +83,12 @@ impl Variant {
     }
 }
 
-/// What a pass is asked for of each token.
+/// The outputs of a pass for each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Said {
+enum OutputSet {
     /// Losses, or their gradient.
     Loss,
-    /// What is said of the distribution too.
+    /// Outputs about the distribution too.
     Distribution,
 }
 
@@ -143,7 +143,7 @@ impl TokenOutputs {
     }
 }
 
-/// Where what is said of each token's distribution goes on a GPU, each `[T]`.
+/// The outputs about each token's distribution, on a GPU, each `[T]`.
 #[derive(Clone, Copy, Debug)]
 pub struct DistributionOutputs {
     /// `entropy`, f32: 0 for ignored tokens.
@@ -277,7 +277,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn tile(&self, pass: Pass, stream: *mut c_void) -> Result<Tile> {
         // SAFETY: passed on from this function's contract.
-        Ok(unsafe { self.ready(pass, Said::Loss, stream) }?.plan.tile(self.dtype))
+        Ok(unsafe { self.ready(pass, OutputSet::Loss, stream) }?.plan.tile(self.dtype))
     }
 
     /// Loads what `pass` runs, so that the call has only to launch it.
@@ -289,7 +289,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.ready(pass, Said::Loss, stream) }.map(drop)
+        unsafe { self.ready(pass, OutputSet::Loss, stream) }.map(drop)
     }
 
     /// As [`load`](Self::load), for [`distribution`](Self::distribution),
@@ -303,7 +303,7 @@ impl Kernel {
     /// `stream` is a `CUstream` of the calling thread's current context.
     pub unsafe fn load_distribution(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        let ready = unsafe { self.ready(pass, Said::Distribution, stream) }?;
+        let ready = unsafe { self.ready(pass, OutputSet::Distribution, stream) }?;
         if pass != Pass::Fused || ready.plan != Plan::Plain {
             return Ok(());
         }
@@ -338,7 +338,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         let arguments = arguments.with_distribution(distribution);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, Said::Distribution, stream, arguments) }
+        unsafe { self.launch(Pass::Forward, OutputSet::Distribution, stream, arguments) }
     }
 
     /// As [`fused`](Self::fused), and fills `distribution` too, `outputs` also of tokens whose cotangent
@@ -359,9 +359,9 @@ impl Kernel {
         distribution: DistributionOutputs,
     ) -> Result<()> {
         check_places(("logits", logits), ("dlogits", dlogits), self.bytes())?;
-        let (pass, said) = (Pass::Fused, Said::Distribution);
+        let (pass, set) = (Pass::Fused, OutputSet::Distribution);
         // SAFETY: passed on from this function's contract.
-        if self.shape.tokens() > 0 && unsafe { self.ready(pass, said, stream) }?.plan == Plan::Plain
+        if self.shape.tokens() > 0 && unsafe { self.ready(pass, set, stream) }?.plan == Plan::Plain
         {
             let (lse, lse_low) = (outputs.lse.cast_const(), outputs.lse_low.cast_const());
             let cotangents = Cotangents { loss: dloss, logps: null(), lse: null() };
@@ -375,7 +375,7 @@ impl Kernel {
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
         let arguments = arguments.with_outputs(outputs).with_distribution(distribution);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(pass, said, stream, arguments) }
+        unsafe { self.launch(pass, set, stream, arguments) }
     }
 
     /// As [`backward`](Self::backward), with the gradient for cotangents of the entropies too.
@@ -400,7 +400,7 @@ impl Kernel {
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         let arguments = Arguments { saved_entropy, dentropy, ..arguments };
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, Said::Distribution, stream, arguments) }
+        unsafe { self.launch(Pass::Backward, OutputSet::Distribution, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for.
@@ -409,7 +409,7 @@ impl Kernel {
     /// No driver or GPU that will do, logits that begin at no multiple of 16, a failure of the driver.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` of the calling thread's current context, and pointers lead to arrays of the shapes that are said on its
+    /// `stream` is a `CUstream` of the calling thread's current context, and pointers lead to arrays of the documented shapes on its
     /// device, which nothing else touches until it has run what was launched here.
     pub unsafe fn forward(
         &self,
@@ -421,7 +421,7 @@ impl Kernel {
         check_alignment("logits", logits)?;
         let arguments = self.arguments(logits, labels).with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Forward, Said::Loss, stream, arguments) }
+        unsafe { self.launch(Pass::Forward, OutputSet::Loss, stream, arguments) }
     }
 
     /// Has `stream` write the gradient for `cotangents` to `dlogits` `[T, V]`, which may be `logits`.
@@ -443,7 +443,7 @@ impl Kernel {
         let arguments = self.arguments(logits, labels);
         let arguments = arguments.with_cotangents(dlogits, saved, cotangents);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Backward, Said::Loss, stream, arguments) }
+        unsafe { self.launch(Pass::Backward, OutputSet::Loss, stream, arguments) }
     }
 
     /// Has `stream` fill what `outputs` asks for, and write the gradient for cotangents `dloss` `[T]`
@@ -468,7 +468,7 @@ impl Kernel {
         let arguments = Arguments { dlogits, dloss, ..self.arguments(logits, labels) };
         let arguments = arguments.with_outputs(outputs);
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch(Pass::Fused, Said::Loss, stream, arguments) }
+        unsafe { self.launch(Pass::Fused, OutputSet::Loss, stream, arguments) }
     }
 
     /// Bytes of the logits.
@@ -532,7 +532,7 @@ impl Kernel {
     unsafe fn launch(
         &self,
         pass: Pass,
-        said: Said,
+        output_set: OutputSet,
         stream: RawStream,
         arguments: Arguments,
     ) -> Result<()> {
@@ -540,7 +540,7 @@ impl Kernel {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let Ready { code, plan, most } = unsafe { self.ready(pass, said, stream) }?;
+        let Ready { code, plan, most } = unsafe { self.ready(pass, output_set, stream) }?;
         let tokens = self.shape.tokens();
         let blocks = |time_block: u32| tokens.div_ceil(time_block as usize) as u64;
         let at_most = |wanted: u64| u32::try_from(wanted).unwrap_or(u32::MAX).min(most);
@@ -581,9 +581,9 @@ impl Kernel {
                 (Extent { rows: at_most(blocks(flat.time_block)), ..extent }, planned)
             }
             Plan::Plain => {
-                let threads = match said {
-                    Said::Distribution => arguments::WHOLE_THREADS,
-                    Said::Loss => arguments::PLAIN_THREADS,
+                let threads = match output_set {
+                    OutputSet::Distribution => arguments::WHOLE_THREADS,
+                    OutputSet::Loss => arguments::PLAIN_THREADS,
                 };
                 (extent_of(at_most(blocks(1)), threads), arguments)
             }
@@ -596,14 +596,14 @@ impl Kernel {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, pass: Pass, said: Said, stream: RawStream) -> Result<Ready> {
+    unsafe fn ready(&self, pass: Pass, output_set: OutputSet, stream: RawStream) -> Result<Ready> {
         static READY: Cache<Key, Ready> = Cache::new();
         let device = Device::current()?;
         let room = plan::room(device.limits(), self.shape.tokens());
         let key = Key {
             device: device.number(),
             pass,
-            said,
+            output_set,
             dtype: self.dtype,
             variant: self.variant(),
             vocab: self.shape.vocab(),
@@ -619,16 +619,16 @@ impl Kernel {
     /// # Safety
     /// `stream` is a stream of `device`.
     unsafe fn make_ready(&self, key: &Key, device: &Device, stream: RawStream) -> Result<Ready> {
-        let Key { pass, said, dtype, vocab, is_whole, room, .. } = *key;
-        let has_distribution = said == Said::Distribution;
+        let Key { pass, output_set, dtype, vocab, is_whole, room, .. } = *key;
+        let has_distribution = output_set == OutputSet::Distribution;
         let shape = Shape { pass, dtype, vocab, is_whole, room, has_distribution };
         let choose = |shape| plan::choose(device, shape, self.time_block, self.block_size);
         let mut plan = choose(shape);
-        let pass = match (said, pass) {
-            (Said::Distribution, Pass::Backward) => "distribution_backward",
-            (Said::Distribution, Pass::Fused) => "distribution_fused",
-            (Said::Distribution, Pass::Forward) => "distribution",
-            (Said::Loss, pass) => pass.name(),
+        let pass = match (output_set, pass) {
+            (OutputSet::Distribution, Pass::Backward) => "distribution_backward",
+            (OutputSet::Distribution, Pass::Fused) => "distribution_fused",
+            (OutputSet::Distribution, Pass::Forward) => "distribution",
+            (OutputSet::Loss, pass) => pass.name(),
         };
         // Softcap with a temperature has kernels of its own where those without are slower for it.
         let variant = match key.variant {
@@ -679,11 +679,11 @@ impl Kernel {
             }
             Plan::Plain => {}
         }
-        let (schedule, pass, variant, ctas) = match (said, variant) {
+        let (schedule, pass, variant, ctas) = match (output_set, variant) {
             // No pass has a gradient too.
-            (Said::Distribution, _) => ("whole", "distribution", Variant::Capped, WHOLE_CTAS),
-            (Said::Loss, Variant::Basic) => ("plain", pass, Variant::Smooth, plan::PLAIN_CTAS),
-            (Said::Loss, other) => ("plain", pass, other, plan::PLAIN_CTAS),
+            (OutputSet::Distribution, _) => ("whole", "distribution", Variant::Capped, WHOLE_CTAS),
+            (OutputSet::Loss, Variant::Basic) => ("plain", pass, Variant::Smooth, plan::PLAIN_CTAS),
+            (OutputSet::Loss, other) => ("plain", pass, other, plan::PLAIN_CTAS),
         };
         let code = load(schedule, pass, variant)?;
         let most = device.limits().multiprocessors * ctas;
@@ -719,7 +719,7 @@ impl Arguments {
 struct Key {
     device: i32,
     pass: Pass,
-    said: Said,
+    output_set: OutputSet,
     dtype: DType,
     variant: Variant,
     vocab: usize,

@@ -85,7 +85,7 @@ pub struct FusedProduct {
     pub options: CrossEntropy,
 }
 
-/// Columns of the vocabulary that the forward pass goes over.
+/// The vocabulary columns of a forward pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns {
     /// The first of them.
@@ -289,7 +289,7 @@ impl FusedProduct {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context; pointers lead to arrays of the
-    /// shapes that are said on its device, which nothing else touches until it has run what was
+    /// documented shapes on its device, which nothing else touches until it has run what was
     /// launched here.
     pub unsafe fn forward(
         &self,

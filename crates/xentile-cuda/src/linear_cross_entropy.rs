@@ -96,7 +96,7 @@ impl Linear {
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context; pointers lead to arrays of the
-    /// shapes that are said on its device, which nothing else touches until it has run what was
+    /// documented shapes on its device, which nothing else touches until it has run what was
     /// launched here.
     pub unsafe fn forward(
         &self,
@@ -219,7 +219,7 @@ impl Linear {
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.fused_saying(None, options, stream, operands, dloss, outputs, gradients, scratch)
+            self.fused_with(None, options, stream, operands, dloss, outputs, gradients, scratch)
         }
     }
 
@@ -270,17 +270,17 @@ impl Linear {
         gradients: Gradients,
         scratch: Scratch,
     ) -> Result<()> {
-        let said = Some(distribution);
+        let aux = Some(distribution);
         // SAFETY: passed on from this function's contract.
         unsafe {
-            self.fused_saying(said, options, stream, operands, dloss, outputs, gradients, scratch)
+            self.fused_with(aux, options, stream, operands, dloss, outputs, gradients, scratch)
         }
     }
 
     /// # Safety
     /// As for [`forward`](Self::forward).
     #[expect(clippy::too_many_arguments, reason = "they are the call's")]
-    unsafe fn fused_saying(
+    unsafe fn fused_with(
         &self,
         distribution: Option<DistributionOutputs>,
         options: CrossEntropy,

@@ -159,17 +159,17 @@ impl Options {
     }
 }
 
-/// Which outputs about a token's distribution a call asks for, both if it doesn't say. The others may
-/// be left as they are.
+/// Which outputs about a token's distribution a call requests, by default all. It need not write the
+/// others.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "CPUs make both"))]
-pub(crate) struct Asked {
+pub(crate) struct Requested {
     pub(crate) entropy: bool,
     /// And the largest logit.
     pub(crate) argmax: bool,
 }
 
-impl<'a> Parameter<'a> for Asked {
+impl<'a> Parameter<'a> for Requested {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
         let entropy: Option<bool> = decoder.parameter("entropy")?;
         let argmax: Option<bool> = decoder.parameter("argmax")?;

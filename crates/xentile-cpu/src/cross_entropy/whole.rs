@@ -1,10 +1,9 @@
-//! Passes over one row at a time, with every option, for what the other passes leave out: a temperature,
-//! and what is said of the distribution.
+//! Passes over one row at a time, with every option, also those that the other passes do not take: a
+//! temperature, entropy and argmax.
 //!
-//! A row is taken in blocks that stay in the first-level cache. A block's logits are widened, capped and
-//! multiplied by the reciprocal of the temperature; then they are summed relative to the largest so far,
-//! and where a block has a larger one the sums before it are put in its terms (Milakov and Gimelshein,
-//! 2018).
+//! A row is read in blocks that stay in the first-level cache. A block's logits are widened, capped and
+//! multiplied by the reciprocal of the temperature, then added to an online softmax, which is rescaled
+//! where a block has a larger maximum (Milakov and Gimelshein, 2018).
 
 use xentile::Element;
 

@@ -37,13 +37,13 @@ pub(super) fn column_blocks(shape: LinearShape, columns: usize) -> Vec<ColumnBlo
     pieces(0..shape.vocab(), columns).collect()
 }
 
-/// Column blocks of which an element for each logit is kept where there is room: in the memory of
-/// dweight `[V, D]`, and in `room` elements of the scratch.
+/// Column blocks, and where their logits are saved: in the memory of dweight `[V, D]`, in `room` elements
+/// of the scratch, or nowhere.
 ///
-/// In the memory of dweight a column block is kept where its own gradient goes. Where there are more
-/// tokens than hidden columns that is not enough for it, and it takes the place of the next columns'
-/// too, which are made again or kept in the scratch. Gradients are made in the order of columns, so
-/// that nothing is written over before it is read.
+/// In the memory of dweight a column block is saved where its own gradient goes. With more tokens than
+/// hidden columns it takes the place of the next columns too, whose logits are saved in the scratch or
+/// recomputed. Gradients are written in the order of columns, so that nothing is overwritten before it
+/// is read.
 pub(super) fn keeping(shape: LinearShape, columns: usize, room: usize) -> Vec<ColumnBlock> {
     let ([tokens, width], vocab) = (shape.hidden(), shape.vocab());
     let mut found = Vec::new();

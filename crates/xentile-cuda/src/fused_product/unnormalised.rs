@@ -70,9 +70,8 @@ pub struct Unnormalised<'a> {
     pub token_scalars: *mut c_void,
     /// Room for two bytes for each token and each 256 columns of every place, at a multiple of 256.
     pub rescales: *mut c_void,
-    /// Where what is said of each token's distribution goes, if that is asked for. Of the likeliest
-    /// column only whether it is the label's is known: `argmax` is -1 where it is not, and `highest` is
-    /// not written.
+    /// The outputs about each token's distribution, if requested. `argmax` is -1 unless it is the label,
+    /// and `highest` is not written.
     pub distribution: Option<DistributionOutputs>,
 }
 
@@ -211,8 +210,8 @@ impl FusedProduct {
         Ok(())
     }
 
-    /// The scratch that the unnormalised softmax in so many places cannot do without, in bytes, where
-    /// something is said of the distribution or nothing.
+    /// Returns the least scratch for the unnormalised softmax in so many places, in bytes, with outputs
+    /// about the distribution or without.
     #[must_use]
     pub fn unnormalised_scratch_bytes(&self, places: usize, has_distribution: bool) -> usize {
         self.layout(places, Epilogue::unnormalised(has_distribution)).bytes

@@ -109,7 +109,7 @@ impl Config {
         of: impl Fn(&DimSpec) -> Option<usize>,
     ) -> Result<Problem> {
         let used = seq_len.saturating_sub(usize::from(self.op.predicts_next()));
-        // What is too much is said where memory is asked for.
+        // An allocation reports sizes that are too large.
         let tokens = batch.saturating_mul(used);
         let extent = |dim: &DimSpec| match dim.letter == TOKENS.letter {
             true => Some(tokens),

@@ -27,7 +27,7 @@ pub(super) trait Runner {
     fn setup(&self) -> Setup;
 }
 
-/// Refuses what asks for nothing that could run, before anything is made for it.
+/// Refuses a config of which nothing can run, before inputs are drawn.
 ///
 /// # Errors
 /// A program where there can be none, no TPU to run on, or an operation without kernels to call.
@@ -35,7 +35,7 @@ pub(super) fn check_choices(config: &Config) -> Result<()> {
     check_program(config.program.as_deref(), config.backend, config.implementation)?;
     if config.backend == Backend::XlaTpu {
         tpu::require()?;
-        // A plug-in that is missing is said before anything is exported.
+        // Reports a missing plug-in before anything is exported.
         Plugin::find(Platform::Tpu, config.plugin.as_deref())?;
     }
     config.backend.check_kernels(config.op)

@@ -98,7 +98,7 @@ impl Plan {
             cache: config.cache.as_deref(),
         };
         let signature = Signature::of(op, problem, pass);
-        // What it refuses is said before anything is exported.
+        // Reports errors of the config before anything is exported.
         exported::own_tile(op, problem, config.backend)?;
         let exported = match asked.needs_export() {
             true => Some(asked.export(&signature)?),

@@ -10,7 +10,7 @@ use xla_ffi::{
     ANY_RANK, AnyBuffer, AnyBufferMut, Buffer, BufferMut, DType, MayAlias, Result, ThreadPool,
 };
 
-use super::{Asked, Options, shape_of, wrong_labels};
+use super::{Options, Requested, shape_of, wrong_labels};
 use crate::arguments::invalid;
 use crate::cpu::{Pool, in_out};
 use crate::dtype::with_element;
@@ -30,12 +30,12 @@ target_list! {
     );
     super::DISTRIBUTION: fn xentile_cross_entropy_distribution_host = distribution(
         logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
-        asked, pool,
+        requested, pool,
     );
     super::DISTRIBUTION_FUSED: fn xentile_cross_entropy_distribution_fused_host =
         distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, asked, pool,
+        every_token, requested, pool,
     );
     super::DISTRIBUTION_BACKWARD: fn xentile_cross_entropy_distribution_backward_host =
         distribution_backward(
@@ -142,7 +142,7 @@ fn distribution(
     argmax: BufferMut<i32>,
     options: Options,
     every_token: bool,
-    _: Asked,
+    _: Requested,
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(
@@ -156,7 +156,7 @@ fn distribution(
         lse_low: Some(lse_low.into_slice()),
         zero_masked: !every_token,
     };
-    let of = said(entropy, highest, argmax);
+    let of = distribution_outputs(entropy, highest, argmax);
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
         let logits = logits.typed::<E, ANY_RANK>()?;
@@ -179,7 +179,7 @@ fn distribution_fused(
     dlogits: AnyBufferMut,
     options: Options,
     every_token: bool,
-    _: Asked,
+    _: Requested,
     pool: ThreadPool,
 ) -> Result {
     let shape = shape_of!(
@@ -194,7 +194,7 @@ fn distribution_fused(
         lse_low: Some(lse_low.into_slice()),
         zero_masked: !every_token,
     };
-    let of = said(entropy, highest, argmax);
+    let of = distribution_outputs(entropy, highest, argmax);
     let pool = Pool(pool);
     with_element!(logits.dtype(), "logits", E => {
         let dlogits = dlogits.typed::<E, ANY_RANK>()?;
@@ -236,8 +236,8 @@ fn distribution_backward(
     })
 }
 
-/// Where what is said of each token's distribution goes.
-fn said<'a>(
+/// The outputs about each token's distribution.
+fn distribution_outputs<'a>(
     entropy: BufferMut<'a, f32>,
     highest: BufferMut<'a, f32>,
     argmax: BufferMut<'a, i32>,

@@ -9,7 +9,7 @@ use xentile_cuda::cross_entropy::{
 };
 use xla_ffi::{BufferMut, Context, DType, OnDevice, Result, Stage};
 
-use super::{Asked, Options, shape_of, wrong_labels};
+use super::{Options, Requested, shape_of, wrong_labels};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, check_result, failed, to_dtype};
 use crate::target::target_list;
 
@@ -31,12 +31,12 @@ target_list! {
     super::DISTRIBUTION: fn xentile_cross_entropy_distribution_cuda,
         initialize xentile_cross_entropy_distribution_cuda_initialize = distribution(
         logits, labels, loss, logps, lse, lse_low, entropy, highest, argmax, options, every_token,
-        asked, context,
+        requested, context,
     );
     super::DISTRIBUTION_FUSED: fn xentile_cross_entropy_distribution_fused_cuda,
         initialize xentile_cross_entropy_distribution_fused_cuda_initialize = distribution_fused(
         logits, labels, dloss, loss, lse, lse_low, entropy, highest, argmax, dlogits, options,
-        every_token, asked, context,
+        every_token, requested, context,
     );
     super::DISTRIBUTION_BACKWARD: fn xentile_cross_entropy_distribution_backward_cuda,
         initialize xentile_cross_entropy_distribution_backward_cuda_initialize =
@@ -145,7 +145,7 @@ fn distribution(
     argmax: OnDevice<BufferMut<i32>>,
     options: Options,
     every_token: bool,
-    asked: Asked,
+    requested: Requested,
     context: Context,
 ) -> Result {
     let shape = shape_of!(
@@ -159,7 +159,7 @@ fn distribution(
         lse_low: lse_low.as_ptr().cast(),
         zero_masked: !every_token,
     };
-    let of = asked.of(said(entropy, Some(highest), argmax));
+    let of = requested.of(distribution_outputs(entropy, Some(highest), argmax));
     call.run_with(
         // SAFETY: XLA's stream.
         |kernel, stream| unsafe { kernel.load_distribution(Pass::Forward, stream) },
@@ -184,7 +184,7 @@ fn distribution_fused(
     dlogits: AnyMut,
     options: Options,
     every_token: bool,
-    asked: Asked,
+    requested: Requested,
     context: Context,
 ) -> Result {
     let shape = shape_of!(
@@ -200,7 +200,7 @@ fn distribution_fused(
         lse_low: lse_low.as_ptr().cast(),
         zero_masked: !every_token,
     };
-    let of = asked.of(said(entropy, Some(highest), argmax));
+    let of = requested.of(distribution_outputs(entropy, Some(highest), argmax));
     let (matrices, dloss) = ((logits.as_ptr().cast_const(), dlogits.as_ptr()), dloss.as_ptr());
     call.run_with(
         // SAFETY: XLA's stream.
@@ -264,8 +264,8 @@ fn distribution_backward(
     )
 }
 
-/// Where what is said of each token's distribution goes.
-pub(crate) fn said(
+/// The outputs about each token's distribution.
+pub(crate) fn distribution_outputs(
     entropy: FloatsMut,
     highest: Option<FloatsMut>,
     argmax: OnDevice<BufferMut<i32>>,
@@ -277,8 +277,8 @@ pub(crate) fn said(
     }
 }
 
-impl Asked {
-    /// Outputs without those that nobody asks for.
+impl Requested {
+    /// Returns the outputs that are requested, and null for others.
     pub(crate) fn of(self, outputs: DistributionOutputs) -> DistributionOutputs {
         let DistributionOutputs { entropy, highest, argmax } = outputs;
         let entropy = if self.entropy { entropy } else { null_mut() };

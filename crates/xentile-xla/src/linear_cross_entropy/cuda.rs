@@ -11,8 +11,8 @@ use xla_ffi::{BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result};
 
 use super::{check_tokens, shape, vocab_axis};
 use crate::arguments::{check_shape, invalid};
-use crate::cross_entropy::cuda::{said, to_labels};
-use crate::cross_entropy::{Asked, Extent, Options};
+use crate::cross_entropy::cuda::{distribution_outputs, to_labels};
+use crate::cross_entropy::{Extent, Options, Requested};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed, to_dtype};
 use crate::dtype;
 use crate::target::target_list;
@@ -89,7 +89,7 @@ impl<'a> Parameter<'a> for Tiling {
     }
 }
 
-/// Two attributes that stand and fall together.
+/// Decodes two attributes that must be given both or neither.
 fn both(decoder: &mut Decoder, [a, b]: [&'static str; 2]) -> Result<Option<[usize; 2]>> {
     let found: [Option<Extent>; 2] = [decoder.parameter(a)?, decoder.parameter(b)?];
     match found {
@@ -278,9 +278,9 @@ fn distribution_fused(
     check_tokens(labels.dims(), &[("entropy", entropy.dims()), ("argmax", argmax.dims())])?;
     let results = Fused { loss, lse, lse_low, dhidden, dweight, scratch, dbias };
     let call = Call::new(hidden, weight, labels, bias, &results.scratch, &options, tiling)?;
-    let asked = Asked { entropy: true, argmax: correct };
-    let said = Some(asked.of(said(entropy, None, argmax)));
-    call.fused(hidden, weight, labels, dloss, bias, results, said, &options, every_token, &context)
+    let requested = Requested { entropy: true, argmax: correct };
+    let aux = Some(requested.of(distribution_outputs(entropy, None, argmax)));
+    call.fused(hidden, weight, labels, dloss, bias, results, aux, &options, every_token, &context)
 }
 
 #[expect(clippy::too_many_arguments, reason = "they are the call's")]
@@ -397,7 +397,7 @@ impl Call {
         dloss: Floats,
         bias: Option<Floats>,
         results: Fused,
-        said: Option<DistributionOutputs>,
+        aux: Option<DistributionOutputs>,
         options: &Options,
         every_token: bool,
         context: &Context,
@@ -418,15 +418,15 @@ impl Call {
             logps: null_mut(),
             lse: lse.as_ptr().cast(),
             lse_low: lse_low.as_ptr().cast(),
-            // Where more is said, that is of tokens without a cotangent too.
-            zero_masked: !every_token && said.is_none(),
+            // Entropy and argmax are of tokens without a cotangent too.
+            zero_masked: !every_token && aux.is_none(),
         };
         let (stream, dloss) = (context.stream()?.as_ptr(), dloss.as_ptr().cast_const().cast());
         let Self { linear, operands, scratch } = self;
         let contract = options.contract;
         // SAFETY: XLA's stream and buffers, whose shapes were checked.
         unsafe {
-            match said {
+            match aux {
                 None => {
                     linear.fused(contract, stream, operands, dloss, outputs, gradients, scratch)
                 }

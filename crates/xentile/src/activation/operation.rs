@@ -321,7 +321,7 @@ impl<E: Element + ArrayElement> Judge<'_, E> {
 }
 
 impl<E: Element + ArrayElement> Reference for Judge<'_, E> {
-    /// Rows are quickly made again: nothing is kept.
+    /// Saves nothing: rows are cheap to recompute.
     fn forward(&mut self) {}
 
     fn outputs(&self, visitor: &mut dyn Visitor) {

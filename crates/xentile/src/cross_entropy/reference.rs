@@ -64,7 +64,7 @@ pub fn forward(options: &CrossEntropy, logits: &[f64], label: i64) -> TokenForwa
     }
 }
 
-/// What is said of one token's distribution.
+/// The outputs about one token's distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenDistribution {
     /// `entropy`, of the row's whoever its label is.

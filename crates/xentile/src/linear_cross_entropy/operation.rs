@@ -431,8 +431,8 @@ impl<'a, E: Element + ArrayElement> OfHidden<'a, E> {
         Token { exact, bound, known, column_logps, column_bounds, lse_shift, square }
     }
 
-    /// What is said of a token's distribution, whose entropy may be off by `rounding` beside what logits
-    /// that are off make of it.
+    /// The outputs about a token's distribution. The entropy may be off by `rounding` besides the error
+    /// that the logits' own error causes.
     fn distribution(
         &self,
         token: usize,

@@ -305,7 +305,7 @@ impl<E: Element + ArrayElement> OfRows<'_, E> {
 }
 
 impl<E: Element + ArrayElement> Reference for OfRows<'_, E> {
-    /// Rows are quickly made again: nothing is kept.
+    /// Saves nothing: rows are cheap to recompute.
     fn forward(&mut self) {}
 
     fn outputs(&self, visitor: &mut dyn Visitor) {

@@ -21,10 +21,10 @@ class Operation:
     target: str | None
     # Those that may be asked for by name.
     implementations: tuple[Implementation, ...] = ("reference", "custom_call")
-    # Whether XLA's own program runs on platforms without kernels, but for CPUs: those have them in
-    # every library, and where there is none that is said.
+    # Whether XLA's own program runs on platforms without kernels. Not on CPUs, for which every
+    # library has kernels: without a library an error says so.
     falls_back: bool = False
-    # What of it the library's table of measured choices tells apart (`library.prefers_xla`).
+    # Its variants in the library's table of measured choices (`library.prefers_xla`).
     variants: tuple[str, ...] = ("",)
     # What `info()` adds on platforms where some calls have kernels and others XLA's program.
     notes: tuple[tuple[str, str], ...] = ()
