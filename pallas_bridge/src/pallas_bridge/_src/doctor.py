@@ -112,7 +112,7 @@ def _jax() -> Finding:
     except Exception as error:
         # jax itself refuses a jaxlib that does not fit it.
         return Finding("failed", f"jax: {error}", "pip install --upgrade jax jaxlib")
-    return _of_range("jax", jax.__version__)
+    return _check_version("jax", jax.__version__)
 
 
 def _jaxlib() -> Finding:
@@ -120,10 +120,10 @@ def _jaxlib() -> Finding:
         version = importlib.import_module("jaxlib.version").__version__
     except Exception as error:
         return Finding("failed", f"jaxlib: {error}", "pip install --upgrade jax jaxlib")
-    return _of_range("jaxlib", version)
+    return _check_version("jaxlib", version)
 
 
-def _of_range(name: str, version: str) -> Finding:
+def _check_version(name: str, version: str) -> Finding:
     from . import versions
 
     complaint = versions.complaint(name, version)
@@ -142,15 +142,15 @@ def _plugins() -> Iterator[Finding]:
         if not has:
             continue
         found = True
-        said = ", ".join(f"{name} {version}" for name, version in has.items())
+        summary = ", ".join(f"{name} {version}" for name, version in has.items())
         if jaxlib is not None and (len(has) < len(names) or set(has.values()) != {jaxlib}):
             yield Finding(
                 "warning",
-                f"plug-in: {said}, beside jaxlib {jaxlib}",
+                f"plug-in: {summary}, beside jaxlib {jaxlib}",
                 f"pip install 'jax[cuda{major}]=={jaxlib}'",
             )
         else:
-            yield Finding("ok", f"plug-in: {said}")
+            yield Finding("ok", f"plug-in: {summary}")
     if libtpu := _version("libtpu"):
         found = True
         yield Finding("ok", f"plug-in: libtpu {libtpu}")
@@ -175,20 +175,20 @@ def _driver() -> Iterator[Finding]:
     number = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(number))
     version = number.value // 1000, number.value % 1000 // 10
-    said = f"driver: for CUDA {version[0]}.{version[1]}"
+    summary = f"driver: for CUDA {version[0]}.{version[1]}"
     with contextlib.suppress(OSError, TypeError):
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             match = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", file.read())
-        said += f", {match[1]}" if match else ""
+        summary += f", {match[1]}" if match else ""
     if version < OLDEST_DRIVER:
         yield Finding(
             "failed",
-            said,
+            summary,
             f"install NVIDIA's driver {OLDEST_DRIVER_NAME} or later, which CUDA "
             f"{OLDEST_DRIVER[0]}.{OLDEST_DRIVER[1]} takes, or set JAX_PLATFORMS=cpu",
         )
     else:
-        yield Finding("ok", said)
+        yield Finding("ok", summary)
     if not has_plugin:
         yield Finding(
             "warning",
@@ -222,19 +222,21 @@ def _devices() -> Iterator[Finding]:
     library: Any = importlib.import_module(f"{__package__}.library")
     devices = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
-    said = f"devices: {len(devices)} x {kinds} ({devices[0].platform})"
+    summary = f"devices: {len(devices)} x {kinds} ({devices[0].platform})"
     if devices[0].platform == "gpu":
         capability = str(getattr(devices[0], "compute_capability", ""))
         numbers = tuple(map(int, re.findall(r"\d+", capability)))
         outcome = library.attempt()
         if numbers and numbers < OLDEST_CAPABILITY:
             remedy = 'kernels are for the A100 and later; here implementation="reference" runs'
-            yield Finding("failed", f"{said}, compute capability {capability}", remedy)
+            yield Finding("failed", f"{summary}, compute capability {capability}", remedy)
             return
         if not isinstance(outcome, library.LibraryError) and "cuda" not in outcome[1].platforms:
-            yield Finding("failed", f"{said}: the library has no kernels", library.BUILDS["cuda"])
+            yield Finding(
+                "failed", f"{summary}: the library has no kernels", library.BUILDS["cuda"]
+            )
             return
-    yield Finding("ok", said)
+    yield Finding("ok", summary)
 
 
 def _cache() -> Iterator[Finding]:
@@ -245,15 +247,15 @@ def _cache() -> Iterator[Finding]:
     if folder is None:
         return
     compat: Any = importlib.import_module(f"{__package__}.compat")
-    said = f"cache: compiled programs are kept in {folder}"
+    summary = f"cache: compiled programs are kept in {folder}"
     if compat.callbacks_by_name() is None:
         yield Finding(
             "warning",
-            f"{said}; by this jax, no other process finds those that XLA shards by calling Python",
+            f"{summary}; in this jax, no other process finds those that XLA shards by Python",
             "install a version that pallas_bridge is tested with, or compile anew in each process",
         )
     else:
-        yield Finding("ok", f"{said}; to be warned of what XLA gathers, compile without it")
+        yield Finding("ok", f"{summary}; to be warned of what XLA gathers, compile without it")
 
 
 def _call() -> Iterator[Finding]:

@@ -175,22 +175,22 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
         gives_lse=True,
         implementation=cell.implementation,
     )
-    of_heads = (kv_heads, heads // kv_heads)
+    head_shape = (kv_heads, heads // kv_heads)
 
     def forward_and_backward(q: Any, k: Any, v: Any, *more: Any) -> Any:
         *beside, do, dlse = more
-        sinks, of_texts = beside[: int(has_sinks)], beside[int(has_sinks) :]
+        sinks, texts = beside[: int(has_sinks)], beside[int(has_sinks) :]
         if is_packed and not has_one_length:
-            seen, ids = jnp.stack(of_texts, -1), []
+            seen, ids = jnp.stack(texts, -1), []
         else:
             seen = ranges(options, tokens, keys, None, None)
-            ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in of_texts]
+            ids = [jnp.broadcast_to(one, (kv_heads, tokens)) for one in texts]
 
         def function(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
-            grouped = q.reshape(*of_heads, tokens, head_dim)
-            of_sinks = [one.reshape(of_heads) for one in sinks]
+            grouped = q.reshape(*head_shape, tokens, head_dim)
+            grouped_sinks = [one.reshape(head_shape) for one in sinks]
             every = jnp.broadcast_to(seen, (kv_heads, *seen.shape))
-            arrays = (grouped, k, v, every, *ids, *ids, *of_sinks)
+            arrays = (grouped, k, v, every, *ids, *ids, *grouped_sinks)
             o, lse = flash_attention.attention(options, *arrays)
             return o.reshape(q.shape), lse.reshape(heads, tokens)
 
@@ -201,8 +201,8 @@ def _flash_attention(cell: Cell, given: dict[str, Any]) -> Program:
     k = Shape((kv_heads, keys, head_dim), DTYPES[cell.dtype])
     rows = Shape((heads, tokens), jnp.float32)
     sinks = [Shape((heads,), jnp.float32)] if has_sinks else []
-    of_texts = [Shape((tokens,), jnp.int32)] * (is_packed * (1 if has_one_length else 2))
-    arguments = [q, k, k, *sinks, *of_texts, q, rows]
+    texts = [Shape((tokens,), jnp.int32)] * (is_packed * (1 if has_one_length else 2))
+    arguments = [q, k, k, *sinks, *texts, q, rows]
     return Program("forward_and_backward", forward_and_backward, arguments)
 
 

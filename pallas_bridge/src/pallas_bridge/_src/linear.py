@@ -35,7 +35,7 @@ def given(tangent: Any) -> Any:
     return None if isinstance(tangent, SymbolicZero) else tangent
 
 
-def whole(operation: Operation, function: Callable[..., Any], *arrays: Any) -> Any:
+def opaque(operation: Operation, function: Callable[..., Any], *arrays: Any) -> Any:
     """Returns function(*arrays), which JAX does not partially evaluate for reverse mode.
 
     Partial evaluation would hoist loop-invariant values, such as all pieces of a weight that a loop

@@ -406,8 +406,8 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _by_block(options: Options, is_transposed: bool, x: jax.Array) -> tuple[jax.Array, ...]:
     if options.implementation == "reference":
-        of_reference = reference.quantize_transposed if is_transposed else reference.quantize
-        return of_reference(options, x)
+        dense = reference.quantize_transposed if is_transposed else reference.quantize
+        return dense(options, x)
     run = custom_call.quantize_transposed if is_transposed else custom_call.quantize
     return run(options, x)
 

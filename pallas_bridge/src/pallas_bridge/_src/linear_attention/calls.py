@@ -26,9 +26,9 @@ WIDTHS = (64, 128)
 # Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
-# The forward kernel has a CTA for 32 value columns of a head. With at most FEW_CTAS, which leave
-# half of a GPU idle, linear attention runs as many groups at once as give MANY_CTAS CTAs, of at
-# least LEAST_CHUNKS_AT_ONCE chunks each. More groups cost the backward pass more than they gain.
+# CTAs of the forward kernel, each of 32 columns of values of a head, that leave half of a GPU's
+# multiprocessors idle, and those that leave none: linear attention with as few runs as many groups
+# at once, if they have so many chunks. More groups make the backward pass slower than they gain.
 FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 128, 16
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
@@ -52,7 +52,7 @@ class Call:
         """Returns the call for arrays for which `lacks` returns None."""
         q, _, v, *_ = arrays
         every = -(-q.shape[1] // CHUNK)
-        # For one token XLA's program updates a donated state in place; a call's result is copied.
+        # Of one token, XLA's program writes into a donated state; a call's result is copied there.
         if _lacks_on_gpus(arrays) or (q.shape[1] == 1 and implementation is None):
             # As many states as XLA's own program saves.
             chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
@@ -180,7 +180,7 @@ def _with_axes(leading: tuple[int, ...], arrays: list[jax.Array]) -> list[jax.Ar
 
 
 def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
-    """Returns zeros for the kernels' scratch results, which XLA drops, as nothing reads them."""
+    """Returns zeros for what kernels work in, which XLA drops, as nothing reads them."""
     q, _, v, *_ = arrays
     batch, tokens, _, width = q.shape
     heads, columns = v.shape[2:]

@@ -226,7 +226,7 @@ class Call:
         found: TokenOutputs = one_program.run(run, requested, operands, factors)
         return found if labels.shape == self.shape else self._unflatten(found)
 
-    def _unflatten(self, found: Any) -> Any:
+    def _unflatten(self, found: TokenOutputs) -> TokenOutputs:
         """Returns outputs [N, ..], of padding after all tokens too, as outputs of tokens [..]."""
         count = self.labels.size
 
@@ -234,7 +234,7 @@ class Call:
             # A scalar is a loss that is reduced.
             return one[:count].reshape(*self.shape, *one.shape[1:]) if one.ndim else one
 
-        return jax.tree.map(shape, found)
+        return TokenOutputs(*jax.tree.map(shape, tuple(found)))
 
     def _mapped_outputs(self, requested: Request) -> TokenOutputs:
         """Returns the outputs by XLA's program, for chunks of tokens whose logits it recomputes."""
@@ -267,8 +267,7 @@ class Call:
         arrays = hidden, labels, *per_token
         if not isinstance(total, int):
             arrays = tuple(pad_tokens(chunk, *arrays))
-        found: TokenOutputs = self._unflatten(map_chunks(jax.checkpoint(run), arrays, chunk))
-        return found
+        return self._unflatten(map_chunks(jax.checkpoint(run), arrays, chunk))
 
     def _unplanned_loss(self, requested: Request) -> LinearLoss:
         """Returns the loss but for what runs chunks of it."""

@@ -11,6 +11,7 @@ loss is differentiated, which is known when dead code has been removed from the 
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -158,11 +159,7 @@ def forward(
     loss: LinearLoss, operands: Operands, columns: jax.Array | None, *, is_differentiated: bool
 ) -> tuple[tuple[jax.Array, ...], Saved]:
     """Returns loss, logps, lse, entropy, the columns' logits and correct, and the residuals."""
-
-    def run(function: Callable[..., Any], *arrays: Any) -> Any:
-        whole = partial(linear.whole, OPERATION, function)
-        return whole(*arrays) if is_differentiated else function(*arrays)
-
+    run: Any = partial(linear.opaque, OPERATION) if is_differentiated else operator.call
     if loss.has_outputs(columns):
         shard = run(loss.chunks.read_shard, operands, columns)
         width = operands.weight.shape[loss.gemms.vocab_axis]
@@ -217,7 +214,7 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Any:
     cotangents = [None if one is None else loss.exchange.cotangent(one) for one in cotangents]
     if loss.has_outputs(columns):
         arrays: Any = (operands, tuple(saved[:5]), tuple(cotangents), columns)
-        return linear.whole(OPERATION, loss.chunks.backward, *arrays)
+        return linear.opaque(OPERATION, loss.chunks.backward, *arrays)
     assert loss.schedule is not None
     given = [jnp.zeros_like(saved.lse) if one is None else one for one in cotangents]
     local, labels = loss.local(operands)
@@ -226,7 +223,7 @@ def vjp(loss: LinearLoss, residuals: Any, cotangents: Any) -> Any:
     # A loop's carry must vary over the same mesh axes before and after a step.
     flat, tree = jax.tree.flatten((local, saved[:2], given_shard, saved.logits))
     arrays = jax.tree.unflatten(tree, make_alike(*flat))
-    return linear.whole(OPERATION, loss.schedule.backward_with_logits, *arrays)
+    return linear.opaque(OPERATION, loss.schedule.backward_with_logits, *arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -304,7 +301,7 @@ def fused(
         if loss.exchange.is_whole:
             assert loss.schedule is not None
             run = partial(loss.schedule.fused, needs_losses=needs_losses)
-        losses, *saved, gradients = linear.whole(OPERATION, run, operands, factors)
+        losses, *saved, gradients = linear.opaque(OPERATION, run, operands, factors)
         return losses, Saved(*saved), [], gradients
     default = Bound(_fused_outputs, loss)
     found = bind_deferred(_fused_pass, default, operands, factors, columns, loss=loss)

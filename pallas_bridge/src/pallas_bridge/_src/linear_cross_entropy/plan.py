@@ -116,8 +116,7 @@ class Plan:
     # Bytes beyond operands and results, at most.
     scratch_bytes: int
     max_scratch_bytes: int
-    # Tokens and columns of a chunk of the library's sweep for dweight, where dhidden has a separate
-    # sweep.
+    # Tokens and columns of a chunk of dweight, where the library has a separate sweep for dhidden.
     dweight_chunk: tuple[int, int] | None = None
     # Columns whose logits the library saves in the memory of dweight, and those of a slot there.
     saved_columns: tuple[int, int] | None = None

@@ -94,11 +94,11 @@ class _Pass:
             if V in uneven:
                 vocab = arrays[1].shape[self.schedule.planner.gemms.vocab_axis]
                 gathering.tell_uneven(OPERATION, V, vocab, uneven[V])
-            return self._run_flat(run_own, *self._of_tokens(clean, self.arrays.operands, arrays))
+            return self._run_flat(run_own, *self._map_tokens(clean, self.arrays.operands, arrays))
 
         return run_shard
 
-    def _of_tokens(
+    def _map_tokens(
         self, function: Callable[[jax.Array], jax.Array], axes: Any, arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Returns arrays with `function` of those whose first axes are those of tokens."""
@@ -116,9 +116,9 @@ class _Pass:
         def unflatten(x: jax.Array) -> jax.Array:
             return x.reshape(*leading, *x.shape[1:])
 
-        flat = self._of_tokens(flatten, self.arrays.operands, arrays)
+        flat = self._map_tokens(flatten, self.arrays.operands, arrays)
         found = jax.tree.leaves(function(*jax.tree.unflatten(self.tree, flat)))
-        return self._of_tokens(unflatten, self.arrays.results, found)
+        return self._map_tokens(unflatten, self.arrays.results, found)
 
     def _run_on_device(
         self, tokens: Names, columns: Names, operands: Operands, *more: Any

@@ -160,13 +160,13 @@ def _composed_backward(
 ) -> tuple[jax.Array, ...]:
     parts = ((q, q_weight, q_rstd), (k, k_weight, k_rstd))
     found = [
-        _of_one(options, *part, cos, sin, dy) for part, dy in zip(parts, cotangents, strict=True)
+        _grad_one(options, *part, cos, sin, dy) for part, dy in zip(parts, cotangents, strict=True)
     ]
     (dq, dq_weight), (dk, dk_weight) = found
     return dq, dk, dq_weight, dk_weight
 
 
-def _of_one(
+def _grad_one(
     options: Both,
     x: jax.Array,
     weight: jax.Array,
@@ -220,6 +220,6 @@ def _transpose(options: Both, residuals: Any, cotangents: Any) -> Sequence[Any]:
         if dy is not None:
             x, weight, rstd = residuals[which:6:2]
             _, cos, sin = residuals[6:]
-            one = _of_one(options, x, weight, rstd, cos, sin, dy)
+            one = _grad_one(options, x, weight, rstd, cos, sin, dy)
             found[which], found[which + 2] = one
     return found

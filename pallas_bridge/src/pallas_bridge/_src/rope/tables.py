@@ -30,24 +30,24 @@ def tables(positions: jax.Array, frequencies: np.ndarray, factor: float) -> list
     high, low = (
         np.array([one >> shift & 0xFFFFFFFF for one in fixed], np.uint32) for shift in (32, 0)
     )
-    cos, sin = _of_turns(positions.astype(jnp.int32), high, low, np.float32(factor))
+    cos, sin = _cos_sin(positions.astype(jnp.int32), high, low, np.float32(factor))
     return [cos, sin]
 
 
 @jax.jit
-def _of_turns(
+def _cos_sin(
     positions: jax.Array, high: jax.Array, low: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin of positions times frequencies, which are two words of a turn."""
     signed = positions[..., None]
     high, low = match_rank(high, signed), match_rank(low, signed)
     size = jnp.abs(signed).astype(jnp.uint32)
-    of_low = size * low
+    low_product = size * low
     turn = size * high + _upper(size, low)
     # The nearest quarter of a turn, and what is left, in units of 2^-32 of a turn.
     quarter = (turn + np.uint32(1 << 29)) >> 30
     left = (turn - (quarter << 30)).astype(jnp.int32)
-    rest = (of_low >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-56)
+    rest = (low_product >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-56)
     angle = (left.astype(jnp.float32) * np.float32(2.0**-32) + rest) * np.float32(2 * math.pi)
     sine, cosine = _series(angle, _SINE) * angle, _series(angle, _COSINE)
     is_odd = (quarter & 1) == 1
