@@ -1,5 +1,6 @@
 # Sourced from the repository root by what tests pallas_bridge through one version of JAX.
 # shellcheck shell=bash
+source scripts/packages.sh
 
 # The first interpreter that a version of JAX runs on: PYTHON, those on PATH, pyenv's.
 find_python() {
@@ -38,15 +39,14 @@ use_jax_environment() {
             printf '%s\n' "$found"
             exit 77
         }
-        rm -rf "$environment"
-        "$found" -m venv "$environment"
+        make_environment "$found" "$environment"
         # Versions of all but jax and jaxlib are those of the other tests.
         {
             sed -E "s/^(jax|jaxlib)==.*/\1==$version/" scripts/requirements-jax.txt
             grep -E '^(pytest|iniconfig|packaging|pluggy|pygments)==' scripts/requirements-test.txt
             (($# == 0)) || sed "s/VERSION/$version/" "$@"
-        } | awk -F '==' '!seen[$1]++' | "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps \
-            --requirement /dev/stdin
+        } | awk -F '==' '!seen[$1]++' >"$environment/requirements.txt"
+        install_packages "$environment/bin/python" --requirement "$environment/requirements.txt"
         # Last, so that an environment that was cut short is made again.
         printf '%s\n' "$sum" >"$stamp"
     fi
@@ -71,6 +71,5 @@ build_pallas_bridge() {
 install_pallas_bridge() {
     build_pallas_bridge
     # --force-reinstall, as the version stays the same from one change to the next.
-    pip install --quiet --disable-pip-version-check --no-deps --force-reinstall \
-        "$XENTILE_TEST_WHEELS"/pallas_bridge-*.whl
+    install_packages "$(command -v python)" --force-reinstall "$XENTILE_TEST_WHEELS"/pallas_bridge-*.whl
 }

@@ -19,6 +19,7 @@ require_311() {
 }
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/packages.sh
 venv=${XENTILE_VENV:-.venv}
 
 for requirements in "$@"; do
@@ -53,8 +54,7 @@ for requirements in "$@"; do
         fail "$venv has no pip: run $venv/bin/python -m ensurepip, or remove $venv"
     echo "setup: installing $requirements" >&2
     # The files pin all that is needed, so nothing else may come along.
-    "$venv"/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-        --requirement "$requirements" >&2 ||
+    install_packages "$venv/bin/python" --requirement "$requirements" >&2 ||
         fail "pip could not install $requirements: see above, then run this again"
     # Last, so that an install cut short is done again.
     printf '%s\n' "$sum" >"$stamp"

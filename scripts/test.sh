@@ -51,7 +51,7 @@ for tier in "${tiers[@]}"; do
     fi
 done
 
-scripts/setup.sh scripts/requirements-real.txt scripts/requirements-test.txt
+scripts/setup.sh scripts/requirements-test.txt scripts/requirements-real.txt
 export PATH=$PWD/.venv/bin:$PATH
 # One compiler for all tiers, so that kernels are compiled once. The default compiles none of them.
 if [[ $XENTILE_TEST_SET != default && -z ${XENTILE_NVCC:-} && $(uname -s) == Linux ]]; then

@@ -23,7 +23,7 @@ cargo test "${like_workspace[@]}" --package xla-ffi --test abi -- "$rest"
 if [[ $XENTILE_TEST_SET == default ]]; then
     echo "left out: pallas_bridge as it is installed; tests read the checkout, and the library that was built for them"
     build_binaries
-    pip uninstall --quiet --disable-pip-version-check --yes pallas_bridge
+    rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/pallas_bridge*
     export XENTILE_XLA_LIBRARY=$library
     export PYTHONPATH=$PWD/pallas_bridge/src
 else

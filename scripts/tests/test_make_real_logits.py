@@ -373,7 +373,7 @@ def project(tmp_path: Path) -> Path:
     """A project with the real launcher, nothing to install and a script that tells its call."""
     root = tmp_path / "a project"
     (root / "scripts").mkdir(parents=True)
-    for name in ("make_real_logits", "setup.sh", "help.sh"):
+    for name in ("make_real_logits", "setup.sh", "packages.sh", "help.sh"):
         shutil.copy(SCRIPTS / name, root / "scripts")
     (root / "scripts" / "requirements-real.txt").write_text("# nothing\n")
     (root / "scripts" / "make_real_logits.py").write_text(

@@ -9,7 +9,6 @@ python=$(find_python 0.11.2) || {
     printf '%s\n' "$python"
     exit 77
 }
-scripts/setup.sh scripts/requirements-frameworks.txt
 build_binaries
 export XENTILE_XLA_LIBRARY=$library
 export PYTHONPATH=$PWD/pallas_bridge/src:$PWD JAX_PLATFORMS=cpu
