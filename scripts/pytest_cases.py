@@ -102,6 +102,7 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
+@cache
 def values(case: pytest.Item) -> set[tuple[str, str]]:
     """Returns each parameter of a case with its value, as text: not every value can be hashed."""
     spec = getattr(case, "callspec", None)
