@@ -85,9 +85,11 @@ def programs_are_kept(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # JAX's modules and the tests themselves are no garbage: nobody looks for it there.
+    # JAX's modules and the tests themselves are no garbage: nobody looks for it there, and seldom
+    # elsewhere.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:

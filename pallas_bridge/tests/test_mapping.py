@@ -104,6 +104,12 @@ def compiled(case: Case) -> Callable[..., Any]:
     return jax.jit(partial(everything, case))
 
 
+@cache
+def differentiated(case: Case) -> Callable[..., Any]:
+    """Returns the value of a case and its gradients, one program for all tests."""
+    return jax.jit(jax.value_and_grad(case.value, case.differentiable))
+
+
 @pytest.mark.fixed
 @pytest.mark.parametrize(("case", "subset"), [*product()])
 def test_operands(rng: np.random.Generator, case: Case, subset: Subset) -> None:
@@ -153,21 +159,22 @@ def test_gradient_of_a_mapped_function(rng: np.random.Generator, case: Case) -> 
         values = jax.vmap(jax.vmap(case.value, in_axes=inner), in_axes=outer)(*given)
         return (values * jnp.arange(1, 7, dtype=values.dtype).reshape(2, 3)).sum()
 
-    def by_loop(*given: jax.Array) -> jax.Array:
-        total = jnp.float32(0)
-        for first in range(2):
-            for second in range(3):
-                own = [jnp.take(given[0][first], second, inner[0])]
-                own += [
-                    one if axis is None else jnp.take(one, second, axis)
-                    for one, axis in zip(given[1:], inner[1:], strict=True)
-                ]
-                total += case.value(*own) * (3 * first + second + 1)
-        return total
-
     moving = case.differentiable
     found = jax.jit(jax.grad(mapped, moving))(*arrays)
-    assert_same(found, jax.jit(jax.grad(by_loop, moving))(*arrays))
+    expected = [np.zeros_like(one) for one in found]
+    for first, second in np.ndindex(2, 3):
+        own = [np.take(arrays[0][first], second, inner[0])]
+        own += [
+            one if axis is None else np.take(one, second, axis)
+            for one, axis in zip(arrays[1:], inner[1:], strict=True)
+        ]
+        _, gradients = differentiated(case)(*own)
+        for index, total, one in zip(moving, expected, gradients, strict=True):
+            axis = inner[index]
+            part = total if index else total[first]
+            part = part if axis is None else np.moveaxis(part, axis, 0)[second, ...]
+            part += np.asarray(one) * np.float32(3 * first + second + 1)
+    assert_same(found, tuple(expected))
 
 
 @pytest.mark.parametrize("case", one_an_operation(DIFFERENTIABLE))
@@ -182,11 +189,11 @@ def test_scan_adds_gradients_up(rng: np.random.Generator, case: Case) -> None:
 
         return jax.lax.scan(body, jnp.float32(0), steps)[0]
 
-    def apart(steps: jax.Array, *shared: jax.Array) -> jax.Array:
-        return sum((case.value(x, *shared) for x in steps), jnp.float32(0))
-
     moving = case.differentiable
-    found, right = (
-        jax.jit(jax.value_and_grad(one, moving))(steps, *shared) for one in (scanned, apart)
-    )
-    assert_same(found, right)
+    found = jax.jit(jax.value_and_grad(scanned, moving))(steps, *shared)
+    values, gradients = zip(*(differentiated(case)(x, *shared) for x in steps), strict=True)
+    right = [
+        np.sum(ones, 0) if index else np.stack(ones)
+        for index, ones in zip(moving, zip(*gradients, strict=True), strict=True)
+    ]
+    assert_same(found, (np.sum(values, 0), right))
