@@ -16,7 +16,16 @@ from cases import EXTENTS, Case, Options, case
 
 import pallas_bridge as pb
 
-__all__ = ["CASES", "EXTENTS", "Case", "Options", "one_a_further_way", "one_an_operation"]
+__all__ = [
+    "CASES",
+    "EXTENTS",
+    "SHARED",
+    "Case",
+    "Options",
+    "one_a_further_way",
+    "one_an_implementation",
+    "one_an_operation",
+]
 
 
 def _everything(z: Any, y: Any, c: Any, **options: Any) -> Any:
@@ -274,9 +283,20 @@ def _of_files() -> tuple[Case, ...]:
 CASES = (*OWN, *_of_files())
 
 
-def one_an_operation(parameters: Iterable[Any]) -> list[Any]:
-    """Returns parameters, cases or their names; further ways to call an operation are nightly."""
-    found, seen = [], set[str]()
+# Operations by the implementation of another one.
+SHARED = {
+    *("cross_entropy_per_token", "optax", "linear_cross_entropy_per_token"),
+    *("gelu", "squared_relu", "geglu", "reglu", "layer_norm", "qk_norm_rope", "gated_delta_rule"),
+    *("rms_norm_linear", "rms_norm_fp8", "swiglu_fp8"),
+}
+
+
+def one_an_operation(parameters: Iterable[Any], but: Iterable[str] = ()) -> list[Any]:
+    """Returns parameters, cases or their names; further ways to call an operation are nightly.
+
+    So are all of operations in `but`.
+    """
+    found, seen = [], {*but}
     for one in parameters:
         name, values = (one, (one,)) if isinstance(one, str) else (one.id, one.values)
         operation = name.split(" ")[0]
@@ -284,6 +304,11 @@ def one_an_operation(parameters: Iterable[Any]) -> list[Any]:
         seen.add(operation)
         found.append(pytest.param(*values, id=name, marks=marks))
     return found
+
+
+def one_an_implementation(parameters: Iterable[Any]) -> list[Any]:
+    """Returns parameters; all but one of an implementation are nightly."""
+    return one_an_operation(parameters, SHARED)
 
 
 def one_a_further_way(parameters: Iterable[Any]) -> list[Any]:

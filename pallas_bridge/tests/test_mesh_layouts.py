@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
-from operations import CASES, Case, one_a_further_way, one_an_operation
+from operations import CASES, Case, one_a_further_way, one_an_implementation, one_an_operation
 from test_sharding import GATHERED, SMALL, exchanged, is_in
 
 import pallas_bridge
@@ -159,7 +159,7 @@ def test_tokens_and_heads_over_two_axes(
 
 
 BATCHED = [one for one in CELLS if "B" in one.values[0].arguments[0].dims]
-ONE_EACH = one_an_operation(one for one in BATCHED if one.values[0].has_gradient)
+ONE_EACH = one_an_implementation(one for one in BATCHED if one.values[0].has_gradient)
 
 
 @pytest.mark.parametrize("case", ONE_EACH)
@@ -271,7 +271,7 @@ def test_no_tokens_on_a_mesh(rng: np.random.Generator, case: Case) -> None:
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["", "vmap"])
 @pytest.mark.parametrize(
-    "case", one_an_operation(one for one in CELLS if one.values[0].has_gradient)
+    "case", one_an_implementation(one for one in CELLS if one.values[0].has_gradient)
 )
 def test_gradients_without_jit_under_a_mesh(seed: int, case: Case, is_mapped: bool) -> None:
     arrays, expected = on_one_device(case, seed)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CASES, EXTENTS, Case, one_an_operation
+from operations import CASES, EXTENTS, Case, one_an_implementation, one_an_operation
 from pallas_bridge._src import library
 from placement import PLATFORM
 
@@ -68,7 +68,7 @@ def test_every_operation(rng: np.random.Generator, name: str, which: int) -> Non
 
 
 @pytest.mark.only("cpu", "programs for platforms that are not there")
-@pytest.mark.parametrize("name", one_an_operation(BY_NAME))
+@pytest.mark.parametrize("name", one_an_implementation(BY_NAME))
 def test_one_program_for_every_platform(rng: np.random.Generator, name: str) -> None:
     case = BY_NAME[name]
     arrays = case.arrays(rng, "bfloat16")
