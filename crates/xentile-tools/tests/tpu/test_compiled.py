@@ -40,6 +40,7 @@ def made_by(text: str, *shapes: str) -> set[str]:
 
 
 # A vocabulary of whole registers has its rows in order, another one has its tokens as lanes.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab", [128256, 151643])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_logits_of_a_product_are_neither_copied_nor_transposed(topology: str, vocab: int) -> None:
@@ -69,6 +70,7 @@ def test_logits_of_a_product_are_neither_copied_nor_transposed(topology: str, vo
     assert beyond <= MIB
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_logits_that_enter_a_program_are_not_copied(topology: str) -> None:
     gradient = jax.value_and_grad(lambda x, labels: cross_entropy(x, labels))
@@ -79,6 +81,7 @@ def test_logits_that_enter_a_program_are_not_copied(topology: str) -> None:
     assert program.memory_analysis().temp_size_in_bytes <= MIB
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_logits_of_sequences_with_a_bias_are_not_copied(topology: str) -> None:
     batch, length, hidden, vocab = 4, 512, 256, 51643
@@ -247,6 +250,7 @@ def test_the_linear_form_on_a_mesh_compiles() -> None:
         assert ("xentile_linear_cross_entropy_backward" in program.as_text()) == has_kernels
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_compiles_to_splash_attention(topology: str, head_dim: int) -> None:
