@@ -46,16 +46,15 @@ def wide(x: Any) -> Any:
 
 
 def scale_of(amax: Any, largest: float, power_of_two: bool) -> Any:
-    if amax < TINY:
-        return np.float32(1)
-    if not power_of_two:
-        return max(np.float32(amax) * np.float32(1 / largest), TINY)
-    exponent = np.ceil(np.log2(np.float64(amax)) - np.log2(largest))
-    # The logarithms are rounded.
-    for found in (2.0 ** (exponent - 1), 2.0**exponent):
-        if amax <= found * largest:
-            break
-    return np.float32(max(found, TINY))
+    if power_of_two:
+        with np.errstate(divide="ignore"):
+            exponent = np.ceil(np.log2(np.float64(amax)) - np.log2(largest))
+        # The logarithms are rounded.
+        lower = 2.0 ** (exponent - 1)
+        found = np.where(amax <= lower * largest, lower, 2.0**exponent)
+    else:
+        found = np.float32(amax) * np.float32(1 / largest)
+    return np.where(amax < TINY, np.float32(1), np.maximum(found, TINY).astype(np.float32))
 
 
 def rounded(x: Any, scale: Any, form: Any) -> Any:
@@ -66,9 +65,14 @@ def rounded(x: Any, scale: Any, form: Any) -> Any:
         return bits(clipped.astype(np.dtype(form)))
 
 
-def amax_of(block: Any) -> Any:
-    magnitudes = np.abs(wide(block))
-    return np.max(magnitudes[np.isfinite(magnitudes)], initial=0)
+def magnitudes_of(x: Any) -> Any:
+    """Sizes of numbers, with 0 for those that are not finite."""
+    found = np.abs(wide(x))
+    return np.where(np.isfinite(found), found, 0)
+
+
+def amax_of(x: Any) -> Any:
+    return magnitudes_of(x).max(initial=0)
 
 
 def oracle(x: Any, blocks: Any, form: Any, power_of_two: bool) -> tuple[Any, Any]:
@@ -77,17 +81,12 @@ def oracle(x: Any, blocks: Any, form: Any, power_of_two: bool) -> tuple[Any, Any
     of_rows, of_columns = blocks
     of_columns = of_columns or max(columns, 1)
     down, across = -(-rows // of_rows), -(-columns // of_columns)
-    values = np.zeros(x.shape, np.uint8)  # as of `bits`
-    scales = np.ones((*leading, down, across), np.float32)
-    for place in np.ndindex(scales.shape):
-        *matrix, i, j = place
-        part = (
-            *matrix,
-            slice(i * of_rows, (i + 1) * of_rows),
-            slice(j * of_columns, (j + 1) * of_columns),
-        )
-        scales[place] = scale_of(amax_of(x[part]), LARGEST[form], power_of_two)
-        values[part] = rounded(x[part], scales[place], form)
+    magnitudes = np.zeros((*leading, down * of_rows, across * of_columns), np.float32)
+    magnitudes[..., :rows, :columns] = magnitudes_of(x)
+    by_block = magnitudes.reshape(*leading, down, of_rows, across, of_columns)
+    scales = scale_of(by_block.max((-3, -1), initial=0), LARGEST[form], power_of_two)
+    each = scales.repeat(of_rows, -2).repeat(of_columns, -1)[..., :rows, :columns]
+    values = rounded(x, each, form)
     return values, scales if blocks[1] else scales[..., 0] if columns else np.ones(x.shape[:-1])
 
 
@@ -152,7 +151,6 @@ def test_bits_by_block(
             hold(bits(got.values), values, implementation, name)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("form", FORMATS)
 def test_bits_of_blocks_of_any_size(rng: np.random.Generator, form: Any, first: int) -> None:
