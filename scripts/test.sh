@@ -59,9 +59,9 @@ if [[ $XENTILE_TEST_SET != default && -z ${XENTILE_NVCC:-} && $(uname -s) == Lin
     XENTILE_NVCC=$(compgen -G "$PWD/.venv/lib/python*/site-packages/nvidia/cu13/bin/nvcc")
     export XENTILE_NVCC
 fi
-# Nobody edits and builds again in CI, nor steps through what was built.
+# Nobody steps through what was built in CI.
 if [[ -n ${CI:-} || $XENTILE_TEST_SET == ci ]]; then
-    export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
+    export CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_RELEASE_DEBUG=0
 fi
 # CI builds one profile: that which README's commands ask for, with the settings of the profile dev.
 if [[ $XENTILE_TEST_SET == ci ]]; then
