@@ -3,12 +3,8 @@
 Programs are read for the calls that are left in them, and values are held against float64.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_mesh import by_shardy
 from oracle import assert_gradient
 from test_program import calls_of, compiled
 from test_values import oracle, problem
@@ -347,58 +344,43 @@ def test_forward_mode(rng: np.random.Generator, dtype: str) -> None:
     np.testing.assert_allclose(moved, want, rtol=2**-6, atol=2**-8)
 
 
-def over_a_mesh() -> None:
-    """What eight devices do, by both of XLA's partitioners; in a process that has so many."""
-    rng = np.random.default_rng(int(os.environ["XENTILE_SEED"]))
-    mesh = jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Auto,))
-    for shardy, dtypes in ((True, DTYPES), (False, DTYPES[:1])):
-        jax.config.update("jax_use_shardy_partitioner", shardy)
-        for dtype in dtypes:
-            logits, labels = problem(rng, dtype, T, V)
-            x, y = (jax.device_put(a, NamedSharding(mesh, P("tokens"))) for a in (logits, labels))
-            for f, factor, calls in FACTORS:
-                given = x, y, jnp.float32(1.7)
-                program = compiled(partial(f, loss=cross_entropy), *given)
-                text = program.as_text()
-                assert calls_of(program) == calls, (f, shardy, dtype)
-                assert "all-gather" not in text and "all-to-all" not in text, (f, shardy, dtype)
-                value, gradient = program(*given)
-                hold_loss(value, logits, labels, factor)
-                hold(gradient, logits, labels, factor)
-            of_loss = jax.value_and_grad(lambda x, y: square_loss(cross_entropy(x, y)))
-            assert calls_of(compiled(of_loss, x, y)) == ["backward", "forward"]
-
-            def local(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
-                total = jax.lax.psum((y != -100).sum(), "tokens")
-                sum_ = jax.lax.psum(cross_entropy(x, y, reduction="sum"), "tokens")
-                return g * sum_ / total
-
-            over = partial(jax.shard_map, mesh=mesh, in_specs=(P("tokens"), P("tokens"), P()))
-            inside = over(jax.value_and_grad(local), out_specs=(P(), P("tokens")))
-            outside = jax.value_and_grad(over(local, out_specs=P()))
-            apart = ["backward", "forward"] if dtype == "float16" else ["fused", "scale"]
-            for each, calls in ((inside, ["fused"]), (outside, apart)):
-                value, gradient = run(each, calls, x, y, jnp.float32(1.7))
-                hold_loss(value, logits, labels, 1.7)
-                # Of two roundings, where the passes lie apart.
-                if calls != ["fused", "scale"] or dtype == "float32":
-                    hold(gradient, logits, labels, 1.7)
-
-
 @pytest.mark.only("cpu", "eight devices are the CPU's")
-def test_a_mesh_of_eight_devices(rng: np.random.Generator) -> None:
-    seed = str(rng.integers(2**32))
-    environment = {**os.environ, "XENTILE_SEED": seed, "JAX_PLATFORMS": "cpu"}
-    script = (
-        "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
-        "import test_factor; test_factor.over_a_mesh()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("is_shardy", [True, False], ids=["shardy", "gspmd"])
+def test_a_mesh_of_eight_devices(rng: np.random.Generator, is_shardy: bool) -> None:
+    mesh = jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+    with by_shardy(is_shardy):
+        for dtype in DTYPES if is_shardy else DTYPES[:1]:
+            check_over(mesh, dtype, *problem(rng, dtype, T, V))
+
+
+def check_over(mesh: jax.sharding.Mesh, dtype: str, logits: jax.Array, labels: jax.Array) -> None:
+    """Holds losses of tokens over a mesh that something multiplies."""
+    x, y = (jax.device_put(a, NamedSharding(mesh, P("tokens"))) for a in (logits, labels))
+    for f, factor, calls in FACTORS:
+        given = x, y, jnp.float32(1.7)
+        program = compiled(partial(f, loss=cross_entropy), *given)
+        text = program.as_text()
+        assert calls_of(program) == calls, (f, dtype)
+        assert "all-gather" not in text and "all-to-all" not in text, (f, dtype)
+        value, gradient = program(*given)
+        hold_loss(value, logits, labels, factor)
+        hold(gradient, logits, labels, factor)
+    of_loss = jax.value_and_grad(lambda x, y: square_loss(cross_entropy(x, y)))
+    assert calls_of(compiled(of_loss, x, y)) == ["backward", "forward"]
+
+    def local(x: jax.Array, y: jax.Array, g: jax.Array) -> Any:
+        total = jax.lax.psum((y != -100).sum(), "tokens")
+        sum_ = jax.lax.psum(cross_entropy(x, y, reduction="sum"), "tokens")
+        return g * sum_ / total
+
+    over = partial(jax.shard_map, mesh=mesh, in_specs=(P("tokens"), P("tokens"), P()))
+    inside = over(jax.value_and_grad(local), out_specs=(P(), P("tokens")))
+    outside = jax.value_and_grad(over(local, out_specs=P()))
+    apart = ["backward", "forward"] if dtype == "float16" else ["fused", "scale"]
+    for each, calls in ((inside, ["fused"]), (outside, apart)):
+        value, gradient = run(each, calls, x, y, jnp.float32(1.7))
+        hold_loss(value, logits, labels, 1.7)
+        # Of two roundings, where the passes lie apart.
+        if calls != ["fused", "scale"] or dtype == "float32":
+            hold(gradient, logits, labels, 1.7)
