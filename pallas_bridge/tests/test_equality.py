@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CASES, Case, Options, one_an_operation
+from operations import CASES, Case, Options, one_an_implementation
 from pallas_bridge._src.bound import Bound
 from pallas_bridge._src.custom_call import Call
 from pallas_bridge._src.linear import _Map
 
 # For time: thousands of programs, each compiled for one primitive.
 ON_CPU = pytest.mark.only("cpu", "JAX's caches are the same for every platform")
-EACH = one_an_operation(pytest.param(one, id=one.name) for one in CASES)
+EACH = one_an_implementation(pytest.param(one, id=one.name) for one in CASES)
 
 
 def variants(case: Case) -> Sequence[Options]:

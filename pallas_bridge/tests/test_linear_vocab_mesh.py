@@ -401,6 +401,7 @@ def test_transformations(rng: np.random.Generator) -> None:
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vocab", [72, 70])
 def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
     """Of tokens that devices do not divide, and columns that they may, of each of two problems."""
@@ -435,6 +436,7 @@ def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
     assert (vocab == 70) == any("do not divide its 70 columns" in text for text in texts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("partitioner", [True, False], ids=["shardy", "gspmd"])
 def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
     h, w, y = jnp.ones((2, 8, 16)), jnp.ones((64, 16)), jnp.zeros((2, 8), jnp.int32)

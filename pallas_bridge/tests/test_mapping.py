@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CASES, EXTENTS, Case, one_an_implementation
+from operations import CASES, EXTENTS, SHARED, Case, one_an_implementation
 
 LENGTH = EXTENTS["B"]
 DIFFERENTIABLE = [pytest.param(one, id=one.name) for one in CASES if one.has_gradient]
@@ -28,8 +28,8 @@ def subsets(case: Case) -> Iterator[Subset]:
 
 
 def product() -> Iterator[Any]:
-    """Every case and subset; but all operands, and an operation's first alone, are nightly."""
-    seen = set[str]()
+    """Every case and subset; but all operands, and an implementation's first alone, are nightly."""
+    seen = {*SHARED}
     for case in CASES:
         operation, every = case.name.split(" ")[0], tuple(range(len(case.arguments)))
         usual = {every} | (set() if operation in seen else {(0,)})

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from on_mesh import by_shardy
-from operations import CASES, Case, one_a_further_way, one_an_implementation, one_an_operation
+from operations import (
+    CASES,
+    SHARED,
+    Case,
+    one_a_further_way,
+    one_an_implementation,
+    one_an_operation,
+)
 from test_sharding import GATHERED, SMALL, exchanged, is_in
 
 import pallas_bridge
@@ -110,17 +117,21 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 def layouts() -> Iterator[Any]:
     """Every case with the layouts that need no gather, and the partitioner.
 
-    GSPMD is nightly, and lengths over both axes where batches are.
+    GSPMD is nightly, and lengths over both axes where batches are; and all but the last layout of
+    operations that share an implementation.
     """
     for case in CASES:
         dims = {dim for one in case.arguments for dim in one.dims}
-        for layout in LAYOUTS:
-            if not {*layout} <= dims or {*layout} & {*case.whole}:
-                continue
-            if any(is_in(GATHERED, case, dim) for dim in layout):
-                continue
-            is_few = layout != {"S": ("data", "model")} or "B" not in dims
-            marks = () if is_few else (pytest.mark.nightly,)
+        taken = [
+            layout
+            for layout in LAYOUTS
+            if {*layout} <= dims - {*case.whole}
+            and not any(is_in(GATHERED, case, dim) for dim in layout)
+        ]
+        few = [one for one in taken if one != {"S": ("data", "model")} or "B" not in dims]
+        few = few[-1:] if case.name.split(" ")[0] in SHARED else few
+        for layout in taken:
+            marks = () if layout in few else (pytest.mark.nightly,)
             yield pytest.param(case, layout, True, id=f"{case.name}-{layout}-shardy", marks=marks)
             # GSPMD gathers tokens for the products of a linear loss.
             if "linear" not in case.name or "S" not in layout:

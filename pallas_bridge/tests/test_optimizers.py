@@ -397,6 +397,7 @@ def polar(x: np.ndarray) -> np.ndarray:
     return x
 
 
+@pytest.mark.few(2)
 # On Hopper those above 256 are by kernels.
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64), (264, 392), (392, 264)])
 def test_newton_schulz_is_as_exact_as_that_of_optax_in_bfloat16(

@@ -262,6 +262,7 @@ def test_forward_mode_and_reverse_mode(rng: np.random.Generator, reduction: Any)
         check_grads(function, (logits, weights), 1, rtol=2e-2, atol=2e-2, eps=1e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_forward_mode_gives_what_the_reference_gives(rng: np.random.Generator, dtype: str) -> None:
     logits, labels = batch(rng, dtype, 9, 300)
