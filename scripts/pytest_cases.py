@@ -12,9 +12,9 @@ The choice depends on the tests alone: each run of a commit runs the same cases.
 
 XENTILE_TEST_SHARE, as in "2/8", keeps every eighth of these from the third on. Where
 XENTILE_TEST_CLAIMS names a folder, processes that have the same tests claim them there as they come
-to them instead: whole files, so that what a file compiles and sets up is made once, or single tests
-where there are few files. pytest-xdist is not used, as machines with a GPU often have no package
-index.
+to them instead: whole files, so that what a file compiles and sets up is made once, or where there
+are few files single tests, but together those that share a fixture of a file. pytest-xdist is not
+used, as machines with a GPU often have no package index.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if CLAIMS is None or session.config.option.collectonly or session.testsfailed:
         return None
     takes_files = session.config.stash[CLAIMS_FILES]
-    ours = (one for one in session.items if claim(str(one.path) if takes_files else one.nodeid))
+    ours = (one for one in session.items if claim(str(one.path) if takes_files else shares(one)))
     item = next(ours, None)
     while item is not None:
         following = next(ours, None)
@@ -73,6 +73,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             raise session.Interrupted(session.shouldstop)
         item = following
     return True
+
+
+def shares(item: pytest.Item) -> str:
+    """Returns a test's name, or one for all tests that share its fixtures of a file."""
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (pytest has no public way)
+    names = sorted(name for name, found in fixtures.items() if found[-1].scope == "module")
+    return f"{item.path} {names}" if names else item.nodeid
 
 
 @cache
