@@ -1,6 +1,7 @@
 """Hybrids: hidden states against recurrences in float64, initial values, and whole runs."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,16 @@ def test_remat_changes_no_gradient(rng: np.random.Generator, kernel: Any) -> Non
     for again in others:
         for one, other in zip(plain, again, strict=True):
             assert jnp.allclose(one, other, rtol=1e-3, atol=1e-4 * jnp.abs(one).max())
+
+
+def test_selective_counts_blocks(rng: np.random.Generator) -> None:
+    graph, params = drawn(rng, with_pattern(TEST, "MD", 6), "baseline", remat="selective:3")
+    batch = {name: jnp.asarray(array) for name, array in batch_of(rng).items()}
+    steps = jax.make_jaxpr(lambda params: nnx.merge(graph, params)(batch, jnp.float32))(params)
+    text = steps.pretty_print(use_color=False)
+    # The scan of a repeat each: none of its blocks, the last one, both.
+    kept = ["sums", "sums", "sums", "products_and_sums", *["products_and_sums"] * 2]
+    assert re.findall(r"policy=<function save_(\w+) ", text) == kept
 
 
 def test_begins_as_the_authors_do() -> None:

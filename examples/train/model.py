@@ -471,17 +471,23 @@ class Transformer(nnx.Module):
             found: tuple[Array, Array] = nnx.merge(block, layer)(*carry, tables, within, segments)
             return found
 
-        def over_pattern(wrapped: Any) -> Any:
-            """A step over a block, or over the blocks of a pattern, each wrapped on its own."""
+        def checkpointed(remat: str, run: Any) -> Any:
+            if remat == "none" and "fsdp" not in shards.axes:
+                return run
+            return jax.checkpoint(run, policy=POLICIES.get(remat, save_all_but_weights))
+
+        def over_pattern(remats: list[str]) -> Any:
+            """A step over a block, or over the blocks of a pattern, with what each keeps."""
 
             def step(carry: tuple[Array, Array], layer: Any) -> tuple[Array, Array]:
                 if hybrid is None:
-                    found: tuple[Array, Array] = wrapped(partial(call, graph))(carry, layer)
+                    run = checkpointed(remats[0], partial(call, graph))
+                    found: tuple[Array, Array] = run(carry, layer)
                     return found
                 blocks = nnx.merge(graph, layer)
-                for name in block_names(hybrid):
+                for name, remat in zip(block_names(hybrid), remats, strict=True):
                     block, state = nnx.split(blocks[name])
-                    carry = wrapped(partial(call, block))(carry, state)
+                    carry = checkpointed(remat, partial(call, block))(carry, state)
                 return carry
 
             return step
@@ -489,23 +495,30 @@ class Transformer(nnx.Module):
         over = over_unrolled_layers if self.loop == "unrolled" else over_layers
         carry = (x, shards.varying(jnp.zeros_like(x), of_stream=True))
         leaves, structure = jax.tree.flatten(parameters)
-        remats, ends = remats_of_blocks(self.remat, len(leaves[0]))
-        parts = zip(*(jnp.split(leaf, ends) for leaf in leaves), strict=True)
-        for remat, part in zip(remats, parts, strict=True):
-            step = over_pattern(lambda run: run)
-            if remat != "none" or "fsdp" in shards.axes:
-                policy = POLICIES.get(remat, save_all_but_weights)
-                step = over_pattern(partial(jax.checkpoint, policy=policy))
-            carry = over(step, carry, jax.tree.unflatten(structure, part))
+        length = 1 if hybrid is None else len(hybrid.pattern)
+        parts, ends = remats_of_blocks(self.remat, len(leaves[0]), length)
+        stacks = zip(*(jnp.split(leaf, ends) for leaf in leaves), strict=True)
+        for remats, stack in zip(parts, stacks, strict=True):
+            carry = over(over_pattern(remats), carry, jax.tree.unflatten(structure, stack))
         y, _ = self.norm.after(*carry)
         return y
 
 
-def remats_of_blocks(remat: str, count: int) -> tuple[list[str], list[int]]:
-    """Returns what consecutive parts of `count` blocks keep, and where all but the last end."""
+def remats_of_blocks(remat: str, repeats: int, length: int) -> tuple[list[list[str]], list[int]]:
+    """Returns what the blocks of a pattern of `length` keep, and up to which repeat.
+
+    Each list is of consecutive repeats; the last one's end is left out.
+    """
     kind, _, last = remat.partition(":")
-    first = count - int(last or count)
-    return ([kind], []) if first <= 0 else (["attention", kind], [first])
+    kept = min(int(last or repeats * length), repeats * length)
+    whole, some = divmod(kept, length)
+    parts, ends, end = [], [], 0
+    for count, own in ((repeats - -(-kept // length), 0), (some > 0, some), (whole, length)):
+        if count:
+            end += count
+            parts.append(["attention"] * (length - own) + [kind] * own)
+            ends.append(end)
+    return parts, ends[:-1]
 
 
 def block_names(of: Hybrid) -> list[str]:
