@@ -152,6 +152,17 @@ def test_tokens_that_add_nothing_have_no_gradient(rng: np.random.Generator) -> N
         loss, (dz, dtraced) = run(z, given, reduction)
         dz = dz.at[0, 2].set(0).at[1, 0].set(0)
         check(found, (loss, (dz, dtraced)))
+
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1))
+    def by_temperature(t: Any, hidden: Any, bias: Any) -> jax.Array:
+        return linear_cross_entropy(hidden, weight, LABELS, bias=bias, temperature=t)
+
+    hidden, weight, bias = draw(rng)
+    bias = bias.at[20:25].set(-jnp.inf)
+    found = by_temperature(0.7, hidden.at[0, 2].set(jnp.nan), bias)
+    check(found, by_temperature(0.7, hidden, bias))
+    assert np.isfinite(found[0])
     no_share = {"label_smoothing": jnp.float32(0), "z_loss": given["z_loss"]}
     loss, (dz, dtraced) = run(masked, no_share, "mean")
     wanted = partial(cross_entropy, labels=LABELS, weights=WEIGHTS, z_loss=NUMBERS["z_loss"])

@@ -130,7 +130,7 @@ def check_with_mapping(
 
 @jax.custom_jvp
 def map_logits(logits: jax.Array, softcap: Any, temperature: Any) -> jax.Array:
-    """Returns logits [.., V], in f32 or wider, after softcap, unless it is None, and temperature.
+    """Returns logits [..], in f32 or wider, after softcap, unless it is None, and temperature.
 
     A cotangent of 0 has gradients of 0, whatever the logit.
     """
@@ -166,5 +166,7 @@ def divided(hidden: Any, bias: Any, temperature: jax.Array) -> Any:
     hidden = as_array("hidden", hidden, "[.., D]")
     check_dtype("hidden", hidden)
     divisor = temperature.astype(jnp.float32)
-    divided = (hidden.astype(jnp.float32) / divisor).astype(hidden.dtype)
-    return divided, None if bias is None else wide(as_array("bias", bias, "[V]")) / divisor
+    scaled = map_logits(hidden.astype(jnp.float32), None, divisor).astype(hidden.dtype)
+    if bias is not None:
+        bias = map_logits(wide(as_array("bias", bias, "[V]")), None, divisor)
+    return scaled, bias
