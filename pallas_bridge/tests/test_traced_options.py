@@ -18,6 +18,7 @@ from pallas_bridge import (
     linear_cross_entropy,
     linear_cross_entropy_per_token,
 )
+from pallas_bridge._src.linear_cross_entropy import call
 
 LABELS = jnp.array([[3, 0, -100], [40, 7, 2]])
 WEIGHTS = jnp.array([[1.0, 0.5, 2.0], [0.0, 3.0, 0.25]])
@@ -235,6 +236,27 @@ def test_temperature(reduction: Any, dtype: str, rng: np.random.Generator) -> No
             return bent(losses if reduction == "none" else losses.sum() / count).sum()
 
         check(jax.jit(jax.grad(ours))(*arrays), jax.grad(formula)(*arrays))
+
+
+def test_sums_of_chunks_are_rounded_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 8), (41, 8)))
+    weight = weight.astype(jnp.bfloat16)
+    labels = jnp.asarray(rng.integers(0, 41, 64))
+
+    def run(softcap: Any, weight: Any) -> jax.Array:
+        return linear_cross_entropy(hidden, weight, labels, softcap=softcap)
+
+    found = []
+    for tokens in (64, 4):
+        monkeypatch.setattr(call, "plan_output_chunk", lambda *_, chunk=2 * tokens: chunk)
+        # Another function, which is compiled anew.
+        dweight = jax.jit(jax.grad(partial(run), 1))(3.0, weight)
+        found.append(dweight.astype(jnp.float32))
+    whole, summed = found
+    # Sums in another order: few are rounded to a neighbour.
+    assert jnp.linalg.norm(summed - whole) < 5e-4 * jnp.linalg.norm(whole)
 
 
 @pytest.mark.devices(8)

@@ -43,9 +43,11 @@ def operand_dtype(hidden: Any, weight: Any) -> Any:
     return min(hidden.dtype, weight.dtype, key=lambda dtype: int(dtype.itemsize))
 
 
-def as_gemm_operands(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns hidden and weight as GEMMs take them: the wider one is rounded."""
-    dtype = operand_dtype(hidden, weight)
+def as_gemm_operands(
+    hidden: jax.Array, weight: jax.Array, dtype: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns hidden and weight as GEMMs take them: in `dtype`, or the wider one is rounded."""
+    dtype = dtype or operand_dtype(hidden, weight)
     return hidden.astype(dtype), weight.astype(dtype)
 
 
@@ -186,51 +188,51 @@ def scale_gradients(gradients: Any, dloss: jax.Array) -> Any:
 
 
 def dense_logits(
-    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns all logits [N, V] in f32, and a probe [N].
+    """Returns all logits [N, V] in f32, and a probe [N]; `dtype` is that of `as_gemm_operands`.
 
     The probe's cotangent is 0 for tokens without a gradient, as `cross_entropy.reference` has it.
 
     JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
     the operands' dtype, as kernels round them.
     """
-    z, probe = _dense_logits(gemms, *make_alike(hidden, weight, bias))
+    z, probe = _dense_logits(gemms, dtype, *make_alike(hidden, weight, bias))
     return z, probe
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _dense_logits(
-    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
+    gemms: Gemms, dtype: Any, hidden: jax.Array, weight: jax.Array, bias: Bias
 ) -> tuple[jax.Array, jax.Array]:
-    z = gemms.logits(*as_gemm_operands(hidden, weight), bias)
+    z = gemms.logits(*as_gemm_operands(hidden, weight, dtype), bias)
     return z, z.max(-1)
 
 
 @partial(_dense_logits.defjvp, symbolic_zeros=True)
-def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+def _dense_logits_jvp(gemms: Gemms, dtype: Any, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     moving = [*map(linear.given, tangents)]
-    apply, transpose = Bound(_dense_logits_tangent, gemms), Bound(_dense_logits_vjp, gemms)
-    results = _dense_logits(gemms, *arrays)
-    return results, tuple(linear.bind(apply, transpose, arrays, moving, results))
+    rules = Bound(_dense_logits_tangent, gemms, dtype), Bound(_dense_logits_vjp, gemms, dtype)
+    results = _dense_logits(gemms, dtype, *arrays)
+    return results, tuple(linear.bind(*rules, arrays, moving, results))
 
 
 def _dense_logits_tangent(
-    gemms: Gemms, arrays: Any, tangents: Sequence[Any]
+    gemms: Gemms, dtype: Any, arrays: Any, tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
     def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
-        return gemms.logits(*as_gemm_operands(hidden, weight), bias)
+        return gemms.logits(*as_gemm_operands(hidden, weight, dtype), bias)
 
     total = linear.tangents_of(logits, arrays, tangents)
     # The probe's own is not read.
     return total, total.sum(-1)
 
 
-def _dense_logits_vjp(gemms: Gemms, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+def _dense_logits_vjp(gemms: Gemms, dtype: Any, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
     (hidden, weight, bias), (dlogits, counts) = arrays, cotangents
     if dlogits is None:
         return None, None, None
-    x, w = as_gemm_operands(hidden, weight)
+    x, w = as_gemm_operands(hidden, weight, dtype)
     masked = counts == 0
     dlogits = zero_rows(masked, dlogits)
     dz = dlogits.astype(x.dtype)
