@@ -103,6 +103,17 @@ def test_tokens_of_weight_0_change_nothing(rng: np.random.Generator) -> None:
     assert np.isfinite(by_weights).all()
 
 
+def test_float16_waits_for_the_cotangent(rng: np.random.Generator) -> None:
+    arrays = arrays_of(rng, "float16", 6)
+    run = jax.jit(
+        jax.grad(lambda s, *x: linear_kl_divergence(*x, weights=s, reduction="sum") / s[0], (1, 2))
+    )
+    tiny, ones = (run(jnp.full(6, size), *arrays) for size in (2.0**-40, 1.0))
+    for one, other in zip(tiny, ones, strict=True):
+        assert one.dtype == jnp.float16
+        np.testing.assert_array_equal(one, other)
+
+
 def test_the_same_model_teaches_nothing(rng: np.random.Generator) -> None:
     hidden, weight, *_ = arrays_of(rng, "float32", 6)
     loss, gradient = jax.value_and_grad(linear_kl_divergence)(hidden, weight, hidden, weight)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pallas_bridge._src.linear_cross_entropy import call
 
 from pallas_bridge import (
     cross_entropy,
@@ -18,7 +19,6 @@ from pallas_bridge import (
     linear_cross_entropy,
     linear_cross_entropy_per_token,
 )
-from pallas_bridge._src.linear_cross_entropy import call
 
 LABELS = jnp.array([[3, 0, -100], [40, 7, 2]])
 WEIGHTS = jnp.array([[1.0, 0.5, 2.0], [0.0, 3.0, 0.25]])

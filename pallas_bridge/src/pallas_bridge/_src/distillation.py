@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,14 @@ IGNORED = -100
 Reduction = Literal["mean", "sum"]
 
 
+class Fixed(NamedTuple):
+    """What is known when a program is made; dtypes are those of hidden and weight."""
+
+    temperature: float
+    count: int
+    dtypes: tuple[Any, Any]
+
+
 @hinted
 def linear_kl_divergence(
     hidden: ArrayLike,
@@ -57,7 +65,8 @@ def linear_kl_divergence(
     Tokens run in chunks, of which logits are in memory. The pass that computes the loss computes
     gradients too, where they are wanted: four GEMMs of N x D x V. Logits, distributions and sums
     are f32; the gradient of logits is rounded once to the dtype of `hidden`, to be a GEMM's
-    operand. The teacher's operands have no gradient. On Hopper a kernel makes loss and gradient of
+    operand; float16 gradients are f32 until the cotangent is applied. The teacher's operands have
+    no gradient. On Hopper a kernel makes loss and gradient of
     a chunk's logits in one pass, of a vocabulary that is a multiple of 4; elsewhere, and where XLA
     shards arrays, XLA's program does, with lse by the kernel of `cross_entropy`. Reverse mode only.
 
@@ -114,7 +123,7 @@ def linear_kl_divergence(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     teacher = map(jax.lax.stop_gradient, (_flat(teacher_rows), teacher_head))
     operands = make_alike(_flat(rows), head, factors.reshape(-1), *teacher)
-    return _loss((temperature, count), *operands)
+    return _loss(Fixed(temperature, count, (rows.dtype, head.dtype)), *operands)
 
 
 def _flat(rows: jax.Array) -> jax.Array:
@@ -148,11 +157,11 @@ def _check_shapes(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(fixed: tuple[float, int], *operands: jax.Array) -> jax.Array:
+def _loss(fixed: Fixed, *operands: jax.Array) -> jax.Array:
     """Returns the loss, without gradients."""
     hidden, _, factors, teacher_hidden, _ = operands
-    temperature, count, tokens = *fixed, hidden.shape[0]
-    count = _even(tokens, count)
+    temperature, tokens = fixed.temperature, hidden.shape[0]
+    count = _even(tokens, fixed.count)
     arrays = pad_tokens(count, hidden, factors, teacher_hidden)
     heads = _promoted_heads(*operands)
 
@@ -165,19 +174,21 @@ def _loss(fixed: tuple[float, int], *operands: jax.Array) -> jax.Array:
     return _total(losses, factors)
 
 
-def _forward(fixed: tuple[float, int], *operands: jax.Array) -> Any:
-    by_xla = Bound(_value_and_gradients, _run_xla, *fixed)
+def _forward(fixed: Fixed, *operands: jax.Array) -> Any:
+    by_xla = Bound(_value_and_gradients, _run_xla, fixed)
     if not _has_kernel(operands[1].shape[0]):
         return by_xla(*operands)
-    by_kernel = Bound(_value_and_gradients, _run_kernel, *fixed)
+    by_kernel = Bound(_value_and_gradients, _run_kernel, fixed)
     bound = Bound(bind_deferred, _pass, by_xla)
     return jax.lax.platform_dependent(
         *operands, cuda=partial(bound, call=by_kernel), default=by_xla
     )
 
 
-def _backward(_: tuple[float, int], gradients: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    return (*scale_gradients(gradients, cotangent), None, None)
+def _backward(fixed: Fixed, gradients: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    *scaled, dfactors = scale_gradients(gradients, cotangent)
+    rounded = (x.astype(dtype) for x, dtype in zip(scaled, fixed.dtypes, strict=True))
+    return (*rounded, dfactors, None, None)
 
 
 _loss.defvjp(_forward, _backward)
@@ -256,10 +267,20 @@ def _run_kernel(
 
 
 def _value_and_gradients(
-    run: Callable[..., Any], temperature: float, count: int, *operands: jax.Array
+    run: Callable[..., Any], fixed: Fixed, *operands: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the loss, and the gradients of hidden [N, D], weight [V, D] and factors [N]."""
+    """Returns the loss, and the gradients of hidden [N, D], weight [V, D] and factors [N].
+
+    Those of float16 arrays are f32, so that they do not underflow before the cotangent is applied.
+    """
     hidden, weight, factors, teacher_hidden, _ = operands
+    temperature, count, dtypes = fixed
+    kept = [FLOAT32 if dtype == jnp.float16 else dtype for dtype in dtypes]
+    scale, scaled = None, factors
+    if hidden.dtype == jnp.float16:
+        # So large that dlogits do not underflow either.
+        scale = jnp.maximum(jnp.abs(factors).max(initial=0), jnp.finfo(jnp.float32).tiny)
+        scaled = factors / scale
     heads, (tokens, width), vocab = _promoted_heads(*operands), hidden.shape, weight.shape[0]
     # A token's dlogits, where a chunk has logits of both models in f32.
     group = count * 8 // hidden.dtype.itemsize
@@ -267,7 +288,7 @@ def _value_and_gradients(
         group = max(tokens, 1)
     count = _even(tokens, count)
     group = count * -(-_even(tokens, group) // count)
-    arrays = pad_tokens(count, hidden, factors, teacher_hidden)
+    arrays = pad_tokens(count, hidden, scaled, teacher_hidden)
     rows, all_factors, _ = arrays
     total = rows.shape[0]
 
@@ -286,12 +307,14 @@ def _value_and_gradients(
         (drows,) = put_rows((drows,), (found,), first)
         x = zero_rows(factor == 0, x)
         if dweight is None:  # one group: nothing to add to, and one rounding
-            return losses, drows, GEMMS.grad_weight(dlogits, x, weight.dtype)
+            return losses, drows, GEMMS.grad_weight(dlogits, x, kept[1])
         return losses, drows, GEMMS.add_grad_weight(dweight, dlogits, x)
 
-    carry = zeros(all_factors), zeros(rows, dtype=rows.dtype)
+    carry = zeros(all_factors), zeros(rows, dtype=kept[0])
     sums = None if 0 < total <= group else zeros(weight)
     losses, drows, dweight = for_each_chunk(total, group, run_group, (*carry, sums))
     losses = losses[:tokens]
-    gradients = drows[:tokens], dweight.astype(weight.dtype), countable(losses, factors)
-    return _total(losses, factors), gradients
+    gradients = drows[:tokens], dweight.astype(kept[1])
+    if scale is not None:
+        gradients = scale_gradients(gradients, scale)
+    return _total(losses, factors), (*gradients, countable(losses, factors))
