@@ -125,20 +125,26 @@ def linear_losses() -> list[list[str]]:
     return rows
 
 
-# Passes of the benchmark of attention, as README has them.
-PASSES = ("forward", "backward")
+# Of each row of attention: file, cell, its texts, the other program, what to say of it, digits.
+ATTENTION = (
+    ("attention-packed.json", "4x4096 32/8 128 segments", ", packed texts", "xla", "", 1),
+    ("attention-five-gemms.json", "4x4096 32/8 128", "", "cudnn", "beside cuDNN: ", 2),
+)
 
 
 def attention() -> list[list[str]]:
-    """Returns the rows of attention over packed texts."""
+    """Returns a row of attention over packed texts, and one beside cuDNN."""
     rows = []
-    for row in load("attention-packed.json")["results"]:
-        if row["cell"].endswith("segments") and row["pass"] in PASSES:
-            ratio = row["xla"]["ms"] / row["ours"]["ms"]
-            shape, heads, width = row["cell"].split()[:3]
-            cell = f"{shape.replace('x', ' x ')} tokens, {heads} heads of {width}"
-            what = f"`flash_attention`, {cell}, packed texts, {row['pass']}"
-            rows.append([what, f"{ratio:.1f}x as fast"])
+    for name, cell, texts, peer, beside, digits in ATTENTION:
+        shape, heads, width = cell.split()[:3]
+        speeds = [
+            f"{row[peer]['ms'] / row['ours']['ms']:.{digits}f}x {row['pass']}"
+            for row in load(name)["results"]
+            if row["cell"] == cell
+        ]
+        tokens = f"{shape.replace('x', ' x ')} tokens"
+        what = f"`flash_attention`, {tokens}, {heads} heads of {width}{texts}"
+        rows.append([what, beside + ", ".join(speeds).replace(" both", " with backward")])
     return rows
 
 
