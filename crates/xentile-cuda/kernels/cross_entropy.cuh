@@ -10,6 +10,7 @@
 
 #include "element.cuh"
 #include "ptx.cuh"
+#include "warp.cuh"
 
 namespace xentile {
 
@@ -399,18 +400,6 @@ struct RowSum {
 // The c that makes the exponential of `max` 1.
 __device__ inline float shift_of(float max, float scale = kLog2E) {
   return fminf(max * -scale, kUnset);
-}
-
-// The largest of a warp's; which, of NaNs, is open.
-__device__ inline float max_of_warp(float x) {
-  const auto ordered = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
-  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
-}
-
-__device__ inline float sum_of_warp(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
 }
 
 // How sums of e*y are made, where they are asked for.

@@ -198,7 +198,7 @@ __device__ inline void multiply_rows(const Warp& w, float2 x, uint32_t norm,
   for (int r = 0; r < kRows / 2; ++r) multiply(sums[r], first[2 * r], first[2 * r + 1], x_first);
 #pragma unroll
   for (int r = 0; r < kRows / 2; ++r) multiply(sums[r], second[2 * r], second[2 * r + 1], x_second);
-  const float squares = warp_sum(x.x * x.x + x.y * x.y);
+  const float squares = sum_of_warp(x.x * x.x + x.y * x.y);
   float* rows = w.at<float>(kRowSums);
   if (w.t == 0) {
 #pragma unroll
@@ -355,7 +355,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(found[i]);
         float factor = rsqrtf(
-            warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) * (1.0f / kColumns) +
+            sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) * (1.0f / kColumns) +
             a.eps);
         // Queries take 1 / sqrt(128), and log2(e), as scores are exponents of 2.
         if (is_query) factor *= 0.08838834764f * kLog2E;
@@ -443,7 +443,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const uint2 q = reinterpret_cast<uint2*>(queries + h * kColumns)[lane];
-            scores[h] = warp_sum(low_float(k.x) * low_float(q.x) + high_float(k.x) * high_float(q.x) +
+            scores[h] = sum_of_warp(low_float(k.x) * low_float(q.x) + high_float(k.x) * high_float(q.x) +
                                     low_float(k.y) * low_float(q.y) + high_float(k.y) * high_float(q.y));
           }
           if (lane < 2) maxima[16 + lane] = make_float2(lane ? scores[1] : scores[0], 1.0f);
@@ -550,7 +550,7 @@ __device__ inline void consume(const DecodeStepArguments& a, uint8_t* shared, in
   const float2 x = poll_pair<kPolling>(copy_of(Sizes::kIn, kHidden) + 64 * warp + 2 * lane, base + a.layers);
   const uint32_t norm = words(a.norm, 0, kHidden)[warp * 32 + lane];
   w.at<uint32_t>(kLast)[warp * 32 + lane] = pack(x.x * low_float(norm), x.y * high_float(norm));
-  const float squares = warp_sum(x.x * x.x + x.y * x.y);
+  const float squares = sum_of_warp(x.x * x.x + x.y * x.y);
   if (lane == 0) w.at<float>(kSquares)[warp] = squares;
   sync_consumers<1>();
   const float factor = norm_factor<kHidden>(w, a.eps);

@@ -14,6 +14,7 @@
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "ptx.cuh"
+#include "warp.cuh"
 
 namespace xentile::decode_step {
 
@@ -83,12 +84,6 @@ struct alignas(128) DecodeStepArguments {
 };
 
 namespace xentile::decode_step {
-
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
 
 // The sum of 16 partial sums, of which each of 4 neighbouring lanes loads 4.
 __device__ inline float sum_partials(const float* partials) {

@@ -622,7 +622,7 @@ struct HeadJob {
     if (kind <= P::kGroup) {
       if constexpr (P::kHeadNorms) {
         const float squares =
-            warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+            sum_of_warp(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
         const float factor = rsqrtf(squares * (1.0f / P::kHead) + eps);
         x[0] *= factor * low_float(norm_first);
         x[1] *= factor * high_float(norm_first);
@@ -685,7 +685,7 @@ __device__ inline void add_new(const Consumer<P>& w, const DecodeStepArguments& 
       const uint32_t q = reinterpret_cast<const uint32_t*>(queries + h * P::kHead)[32 * i + lane];
       score += low_float(k) * low_float(q) + high_float(k) * high_float(q);
     }
-    score = warp_sum(score);
+    score = sum_of_warp(score);
     if (lane == 0) w.template at<float>(P::kScoresAt)[slot * P::kGroup + h] = score;
   }
   const Row row = w.template at<Row>(P::kRowsAt)[s];

@@ -7,6 +7,7 @@
 
 #include "element.cuh"
 #include "ptx.cuh"
+#include "warp.cuh"
 
 // Mirrored by `Arguments` in src/kl_divergence/arguments.rs.
 struct KlDivergenceArguments {
@@ -58,18 +59,6 @@ inline constexpr uint32_t kKlSharedBytes =
 
 namespace xentile::kl {
 
-__device__ inline float warp_max(float x) {
-  // As integers of the same order.
-  const auto flip = [](int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
-  return __int_as_float(flip(__reduce_max_sync(~0u, flip(__float_as_int(x)))));
-}
-
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(~0u, x, i);
-  return x;
-}
-
 __device__ inline void store_remote(uint32_t to, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
@@ -94,7 +83,7 @@ __device__ inline float largest_of(const float4 (&z)[kVectors]) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i)
     largest = fmaxf(largest, fmaxf(fmaxf(z[i].x, z[i].y), fmaxf(z[i].z, z[i].w)));
-  return warp_max(largest);
+  return max_of_warp(largest);
 }
 
 // In one order for both models, so that equal ones have equal sums.
@@ -103,7 +92,7 @@ __device__ inline float sum_of(const float4 (&z)[kVectors]) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum += (z[i].x + z[i].y) + (z[i].z + z[i].w);
-  return warp_sum(sum);
+  return sum_of_warp(sum);
 }
 
 // Both products are rounded, so that equal distributions have no gradient.
@@ -190,7 +179,7 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
     }
     own.teacher_shift = largest == -INFINITY ? kLowest : shift;
     own.teacher = sum_of(t);
-    own.difference = warp_sum(difference);
+    own.difference = sum_of_warp(difference);
     own.student_shift = exponentiate(s, student_largest, c);
     own.student = sum_of(s);
 
@@ -210,8 +199,8 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
       student_shift = fmaxf(student_shift, all[i].student_shift);
       teacher_shift = fmaxf(teacher_shift, all[i].teacher_shift);
     }
-    student_shift = warp_max(student_shift);
-    teacher_shift = warp_max(teacher_shift);
+    student_shift = max_of_warp(student_shift);
+    teacher_shift = max_of_warp(teacher_shift);
     float student_sum = 0.0f, teacher_sum = 0.0f, differences = 0.0f;
     for (int32_t i = lane; i < warps; i += 32) {
       const float rescale = ex2(all[i].teacher_shift - teacher_shift);
@@ -219,9 +208,9 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
       teacher_sum += all[i].teacher * rescale;
       differences += rescale == 0.0f ? 0.0f : all[i].difference * rescale;
     }
-    student_sum = warp_sum(student_sum);
-    teacher_sum = warp_sum(teacher_sum);
-    differences = warp_sum(differences);
+    student_sum = sum_of_warp(student_sum);
+    teacher_sum = sum_of_warp(teacher_sum);
+    differences = sum_of_warp(differences);
 
     if (rank == 0 && threadIdx.x == 0) {
       // lse of the student less that of the teacher.

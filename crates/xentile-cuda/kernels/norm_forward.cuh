@@ -224,6 +224,27 @@ struct StoreNorm {
   }
 };
 
+// rstd of a row for `mean`, that of its squares and eps; in f64 where f32 cannot hold that.
+template <class E, int kVectors>
+__device__ inline float rstd_of_held(const NormArguments& a, const Team<true>& team, float mean,
+                                     const uint4 (&held)[kVectors], double (&parts)[kNormWarps]) {
+  // What adds up together goes the same way.
+  const bool beyond = is_beyond_f32(mean);
+  float rstd = rsqrtf(mean);
+  if (team.any(beyond, a.teams)) {
+    double wide = 0.0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[kPerVector<E>];
+      unpack<E>(held[i], x);
+      wide += wide_squares(x);
+    }
+    wide = team.sum(wide, parts);
+    if (beyond) rstd = rstd_of(wide, a);
+  }
+  return rstd;
+}
+
 // `kVectors` vectors a thread of each of `kRows` rows. Where there is more than one row, a team is a
 // warp or a part of one. `to` takes y, by vectors of all rows, or what a thread has of a row `kTogether`.
 template <class E, bool kCentred, bool kAdd, int kVectors, int kRows, class To>
@@ -304,21 +325,7 @@ __device__ inline void norm_held_to(const NormArguments& a, const To& to) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if constexpr (kCentred) continue;
-    const float mean = fmaf(rstd[r], share, eps);
-    rstd[r] = rsqrtf(mean);
-    // What adds up together goes the same way.
-    const bool beyond = is_beyond_f32(mean);
-    if (team.any(beyond, a.teams)) {
-      double wide = 0.0;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        float x[kPer];
-        unpack<E>(held[r][i], x);
-        wide += wide_squares(x);
-      }
-      wide = team.sum(wide, wide_parts);
-      if (beyond) rstd[r] = rstd_of(wide, a);
-    }
+    rstd[r] = rstd_of_held<E>(a, team, fmaf(rstd[r], share, eps), held[r], wide_parts);
     if (team.lane == 0 && row_of(r) < a.rows) a.rstd[row_of(r)] = rstd[r];
   }
 #pragma unroll
@@ -427,20 +434,7 @@ __device__ inline void norm_in_turns(const NormArguments& a) {
       rstd[0] += squares(x);
     }
     team.add_up(rstd, parts[turn]);
-    const float mean = fmaf(rstd[0], share, eps);
-    rstd[0] = rsqrtf(mean);
-    const bool beyond = is_beyond_f32(mean);
-    if (team.any(beyond, a.teams)) {
-      double wide = 0.0;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        float x[kPer];
-        unpack<E>(held[i], x);
-        wide += wide_squares(x);
-      }
-      wide = team.sum(wide, wide_parts[turn]);
-      if (beyond) rstd[0] = rstd_of(wide, a);
-    }
+    rstd[0] = rstd_of_held<E>(a, team, fmaf(rstd[0], share, eps), held, wide_parts[turn]);
     forget(held);
     if (row >= rows) continue;
     if (team.lane == 0) a.rstd[row] = rstd[0];

@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
+#include "warp.cuh"
 
 // Mirrored by `Arguments` in src/sample/arguments.rs.
 struct SampleArguments {
@@ -108,12 +109,6 @@ __device__ inline uint64_t max_of_warp(uint64_t x) {
     const uint64_t other = __shfl_xor_sync(~0u, x, step);
     x = other > x ? other : x;
   }
-  return x;
-}
-
-__device__ inline float sum_of_warp(float x) {
-#pragma unroll
-  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
 }
 
