@@ -41,7 +41,7 @@ class Fixed(NamedTuple):
     """What is known when a program is made; dtypes are those of hidden and weight."""
 
     temperature: float
-    count: int
+    chunk: int
     dtypes: tuple[Any, Any]
 
 
@@ -161,7 +161,7 @@ def _loss(fixed: Fixed, *operands: jax.Array) -> jax.Array:
     """Returns the loss, without gradients."""
     hidden, _, factors, teacher_hidden, _ = operands
     temperature, tokens = fixed.temperature, hidden.shape[0]
-    count = _even(tokens, fixed.count)
+    count = _even(tokens, fixed.chunk)
     arrays = pad_tokens(count, hidden, factors, teacher_hidden)
     heads = _promoted_heads(*operands)
 
