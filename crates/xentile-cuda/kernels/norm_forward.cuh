@@ -228,9 +228,9 @@ struct StoreNorm {
 template <class E, int kVectors>
 __device__ inline float rstd_of_held(const NormArguments& a, const Team<true>& team, float mean,
                                      const uint4 (&held)[kVectors], double (&parts)[kNormWarps]) {
+  float rstd = rsqrtf(mean);
   // What adds up together goes the same way.
   const bool beyond = is_beyond_f32(mean);
-  float rstd = rsqrtf(mean);
   if (team.any(beyond, a.teams)) {
     double wide = 0.0;
 #pragma unroll
