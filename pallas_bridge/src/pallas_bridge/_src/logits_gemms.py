@@ -115,6 +115,8 @@ class Gemms:
     # around it, so that a chunk gives the same bits beside others, in a loop, and alone. Not so the
     # sums of the weight's gradient, which GEMMs may add to where they lie.
     isolated: bool = False
+    # The dtype of operands of `dense_logits`; None for the narrower one of both arrays.
+    dtype: Any = None
 
     def fence(self, arrays: T) -> T:
         """Returns arrays; where `isolated`, their producers and consumers are not fused.
@@ -188,51 +190,51 @@ def scale_gradients(gradients: Any, dloss: jax.Array) -> Any:
 
 
 def dense_logits(
-    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias, dtype: Any = None
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns all logits [N, V] in f32, and a probe [N]; `dtype` is that of `as_gemm_operands`.
+    """Returns all logits [N, V] in f32, and a probe [N].
 
     The probe's cotangent is 0 for tokens without a gradient, as `cross_entropy.reference` has it.
 
     JAX alone would multiply dlogits in f32 with operands of 16 bits: here they are rounded once to
     the operands' dtype, as kernels round them.
     """
-    z, probe = _dense_logits(gemms, dtype, *make_alike(hidden, weight, bias))
+    z, probe = _dense_logits(gemms, *make_alike(hidden, weight, bias))
     return z, probe
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _dense_logits(
-    gemms: Gemms, dtype: Any, hidden: jax.Array, weight: jax.Array, bias: Bias
+    gemms: Gemms, hidden: jax.Array, weight: jax.Array, bias: Bias
 ) -> tuple[jax.Array, jax.Array]:
-    z = gemms.logits(*as_gemm_operands(hidden, weight, dtype), bias)
+    z = gemms.logits(*as_gemm_operands(hidden, weight, gemms.dtype), bias)
     return z, z.max(-1)
 
 
 @partial(_dense_logits.defjvp, symbolic_zeros=True)
-def _dense_logits_jvp(gemms: Gemms, dtype: Any, arrays: Any, tangents: Any) -> tuple[Any, Any]:
+def _dense_logits_jvp(gemms: Gemms, arrays: Any, tangents: Any) -> tuple[Any, Any]:
     moving = [*map(linear.given, tangents)]
-    rules = Bound(_dense_logits_tangent, gemms, dtype), Bound(_dense_logits_vjp, gemms, dtype)
-    results = _dense_logits(gemms, dtype, *arrays)
-    return results, tuple(linear.bind(*rules, arrays, moving, results))
+    apply, transpose = Bound(_dense_logits_tangent, gemms), Bound(_dense_logits_vjp, gemms)
+    results = _dense_logits(gemms, *arrays)
+    return results, tuple(linear.bind(apply, transpose, arrays, moving, results))
 
 
 def _dense_logits_tangent(
-    gemms: Gemms, dtype: Any, arrays: Any, tangents: Sequence[Any]
+    gemms: Gemms, arrays: Any, tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
     def logits(hidden: jax.Array, weight: jax.Array, bias: Bias) -> jax.Array:
-        return gemms.logits(*as_gemm_operands(hidden, weight, dtype), bias)
+        return gemms.logits(*as_gemm_operands(hidden, weight, gemms.dtype), bias)
 
     total = linear.tangents_of(logits, arrays, tangents)
     # The probe's own is not read.
     return total, total.sum(-1)
 
 
-def _dense_logits_vjp(gemms: Gemms, dtype: Any, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+def _dense_logits_vjp(gemms: Gemms, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
     (hidden, weight, bias), (dlogits, counts) = arrays, cotangents
     if dlogits is None:
         return None, None, None
-    x, w = as_gemm_operands(hidden, weight, dtype)
+    x, w = as_gemm_operands(hidden, weight, gemms.dtype)
     masked = counts == 0
     dlogits = zero_rows(masked, dlogits)
     dz = dlogits.astype(x.dtype)

@@ -253,12 +253,13 @@ class Call:
         operands, *per_token = derivative.alike(loss, operands, *per_token)
         hidden, weight, bias, labels = operands
         bias = None if bias is None else bias.astype(jnp.float32)
-        dtype = operand_dtype(hidden, weight)
+        gemms = dataclasses.replace(loss.gemms, dtype=operand_dtype(hidden, weight))
+        loss = dataclasses.replace(loss, gemms=gemms)
         # Gradients of chunks are summed in f32, and rounded once.
         weight = weight.astype(jnp.float32)
 
         def run(x: Any, labels: Any, columns: Any, *mapping: Any) -> TokenOutputs:
-            z, probe = dense_logits(loss.gemms, x, weight, bias, dtype)
+            z, probe = dense_logits(loss.gemms, x, weight, bias)
             scalars = (None if one is None else one[:, None] for one in mapping)
             z = map_logits(*make_alike(z, *scalars))
             own = dataclasses.replace(requested, columns=columns)
