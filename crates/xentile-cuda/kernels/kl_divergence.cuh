@@ -41,26 +41,27 @@ inline constexpr float kLn2 = 0.693147180559945309f;
 // The shift of a share without a finite logit: no other one is lower.
 inline constexpr float kLowest = -3e38f;
 
-// Sums of 2^(z c - shift), of the student and the teacher, and of the teacher's times t - s.
+// Sums of 2^(z c - shift), of the student and the teacher, and of the teacher's times t - s. Sent in pairs.
 struct Sums {
-  float student_shift, student, teacher_shift, teacher, difference;
+  float student_shift, student, teacher_shift, teacher, difference, unused;
 };
 
 inline constexpr int32_t kLine = kKlLineColumns / 4;
 inline constexpr int32_t kWarps = kKlThreads / 32;
 inline constexpr int32_t kMaxWarps = kKlMaxCtas * kWarps;
-inline constexpr uint32_t kBarrierBytes = 8 * kWarps;
+// A barrier for each warp's logits, and two for sums.
+inline constexpr uint32_t kBarrierBytes = 8 * (kWarps + 2);
 
 }  // namespace xentile::kl
 
-// A barrier a warp, and the sums of all warps of two rows; behind them each warp's logits.
+// Barriers, and the sums of all warps of two rows; behind them each warp's logits.
 inline constexpr uint32_t kKlSharedBytes =
     xentile::kl::kBarrierBytes + 2 * xentile::kl::kMaxWarps * sizeof(xentile::kl::Sums);
 
 namespace xentile::kl {
 
-__device__ inline void store_remote(uint32_t to, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+__device__ inline void send(uint32_t to, float x, float y, uint32_t barrier) {
+  ptx::send(to, uint64_t{__float_as_uint(y)} << 32 | __float_as_uint(x), barrier);
 }
 
 // Replaces a lane's logits by 2^(z c - shift); returns the shift.
@@ -136,17 +137,22 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
   };
 
   int32_t row = blockIdx.x / ctas;
+  const uint32_t sums_barriers = shared_address(memory) + 8 * kWarps;
   if (lane == 0) {
     mbarrier_init(barrier, 1);
+    if (warp < 2) mbarrier_init(sums_barriers + 8 * warp, 1);
     fence_mbarrier_init();
     if (row < a.rows && count > 0) load(row);
   }
   cluster_sync();
   const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-  uint32_t parity = 0;
-  for (; row < a.rows; row += clusters, parity ^= 1) {
+  // A warp sends a row's sums when it has those of the row before, which every warp sent when it had read those
+  // of the row before that: two places do.
+  for (uint32_t turn = 0; row < a.rows; row += clusters, ++turn) {
+    const uint32_t sums_barrier = sums_barriers + 8 * (turn % 2);
+    if (threadIdx.x == 0 && ctas > 1) mbarrier_arrive_expect_tx(sums_barrier, warps * sizeof(Sums));
     const float factor = a.factors[row];
-    if (count > 0) mbarrier_wait(barrier, parity);
+    if (count > 0) mbarrier_wait(barrier, turn % 2);
     __syncwarp();
     float4 s[kVectors], t[kVectors];
 #pragma unroll
@@ -159,7 +165,7 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
     if (lane == 0 && count > 0 && row + clusters < a.rows) load(row + clusters);
 
     // The teacher's exponentials, times the differences before the student's replace its logits.
-    Sums own;
+    Sums own{};
     float difference = 0.0f;
     const float largest = largest_of(t);
     const float shift = largest == -INFINITY ? 0.0f : largest * c;
@@ -183,18 +189,24 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
     own.student_shift = exponentiate(s, student_largest, c);
     own.student = sum_of(s);
 
-    Sums* const all = sums + parity * kMaxWarps;
-    if (lane < ctas) {
-      const uint32_t to = in_cta(shared_address(all + rank * kWarps + warp), lane);
-      store_remote(to, own.student_shift);
-      store_remote(to + 4, own.student);
-      store_remote(to + 8, own.teacher_shift);
-      store_remote(to + 12, own.teacher);
-      store_remote(to + 16, own.difference);
+    Sums* const all = sums + turn % 2 * kMaxWarps;
+    if (ctas > 1) {
+      if (lane < ctas) {
+        const uint32_t to = in_cta(shared_address(all + rank * kWarps + warp), lane);
+        const uint32_t at = in_cta(sums_barrier, lane);
+        send(to, own.student_shift, own.student, at);
+        send(to + 8, own.teacher_shift, own.teacher, at);
+        send(to + 16, own.difference, 0.0f, at);
+      }
+      mbarrier_wait(sums_barrier, turn / 2 % 2);
+    } else {  // Messages need two CTAs.
+      if (lane == 0) all[warp] = own;
+      __syncthreads();
     }
-    cluster_sync();
 
     float student_shift = kLowest, teacher_shift = kLowest;
+    // Of more at once the numbers would drive exponentials out of registers.
+#pragma unroll 2
     for (int32_t i = lane; i < warps; i += 32) {
       student_shift = fmaxf(student_shift, all[i].student_shift);
       teacher_shift = fmaxf(teacher_shift, all[i].teacher_shift);
@@ -202,6 +214,7 @@ __device__ inline void run(const KlDivergenceArguments& a, uint8_t* memory) {
     student_shift = max_of_warp(student_shift);
     teacher_shift = max_of_warp(teacher_shift);
     float student_sum = 0.0f, teacher_sum = 0.0f, differences = 0.0f;
+#pragma unroll 2
     for (int32_t i = lane; i < warps; i += 32) {
       const float rescale = ex2(all[i].teacher_shift - teacher_shift);
       student_sum += all[i].student * ex2(all[i].student_shift - student_shift);

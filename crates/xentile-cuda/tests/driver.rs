@@ -566,9 +566,9 @@ fn diverge() {
 fn clusters_take_rows_by_turns() {
     let text = printed_by("diverge", &[]);
     for line in [
-        "launch kl_divergence_bf16_few stream 1 grid 24 block 512 shared 141440 cluster 8 first 0x20000 loads 1",
-        "launch kl_divergence_bf16_few stream 1 grid 132 block 512 shared 141440 cluster 2 first 0x20000 loads 1",
-        "launch kl_divergence_bf16_few stream 1 grid 32 block 512 shared 141440 cluster 16 first 0x20000 loads 1",
+        "launch kl_divergence_bf16_few stream 1 grid 24 block 512 shared 143504 cluster 8 first 0x20000 loads 1",
+        "launch kl_divergence_bf16_few stream 1 grid 132 block 512 shared 143504 cluster 2 first 0x20000 loads 1",
+        "launch kl_divergence_bf16_few stream 1 grid 32 block 512 shared 143504 cluster 16 first 0x20000 loads 1",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }

@@ -24,5 +24,5 @@ numbers! {
     FEW_THREAD_COLUMNS: usize = kKlFewThreadColumns, 32;
     THREAD_COLUMNS: usize = kKlThreadColumns, 40;
     LINE_COLUMNS: usize = kKlLineColumns, 64;
-    SHARED_BYTES: usize = kKlSharedBytes, 10368;
+    SHARED_BYTES: usize = kKlSharedBytes, 12432;
 }
