@@ -6,7 +6,7 @@ Parameters are float32; what is computed is in the dtype that the model is calle
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +68,10 @@ def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, within: Array | No
     `within` is what `reach_of` returns, or None for all tokens before.
     """
     if kernel == "ours":
-        return pallas_bridge.flash_attention(q, k, v, causal=True, segment_ids=within)
+        # XLA sums gradients of the embedding in any order, too.
+        return pallas_bridge.flash_attention(
+            q, k, v, causal=True, segment_ids=within, deterministic=False
+        )
     is_flash = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 and within is None
     return jax.nn.dot_product_attention(
         q, k, v, mask=within, is_causal=True, implementation="cudnn" if is_flash else None
@@ -157,24 +160,26 @@ class Norm(nnx.Module):
         return self(total), total
 
     def after_into(
-        self, branch: Array, stream: Array, matrix: Array, kernels: Kernels
-    ) -> tuple[Array, Array]:
-        """Multiplies what `after` normalises with a matrix; returns the product and the sum."""
+        self, branch: Array, stream: Array, matrices: Sequence[Array], kernels: Kernels
+    ) -> list[Array]:
+        """Multiplies what `after` normalises with matrices; returns products, then the sum."""
         shards = kernels.shards
         if self.kernel == "ours" and self.keeps_sums and shards.has_own_rows:
             with jax.named_scope("projections"):
-                both: tuple[Array, Array] = pallas_bridge.rms_norm_linear(
-                    branch,
-                    self.weight[...],
-                    matrix,
-                    eps=self.eps,
-                    residual=stream,
-                    axis_name=shards.axis,
-                )
-                return both
+                return [
+                    *pallas_bridge.rms_norm_linear(
+                        branch,
+                        self.weight[...],
+                        *matrices,
+                        eps=self.eps,
+                        residual=stream,
+                        axis_name=shards.axis,
+                    )
+                ]
         x, stream = self.after(branch, stream)
         with jax.named_scope("projections"):
-            return kernels.multiply(shards.gather_rows(x), matrix.astype(x.dtype)), stream
+            x = shards.gather_rows(x)
+            return [*(kernels.multiply(x, one.astype(x.dtype)) for one in matrices), stream]
 
 
 class GroupNorm(nnx.Module):
@@ -241,9 +246,10 @@ class Block(nnx.Module):
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
         """Takes and returns what is still to be added to the residual stream, and the stream."""
-        shards, matrix = self.kernels.shards, self.gathered_heads(self.qkv)
-        matrix = shards.whole_width(matrix, 0)
-        qkv, stream = self.norm1.after_into(branch, stream, matrix, self.kernels)
+        shards = self.kernels.shards
+        matrix = shards.whole_width(self.gathered_heads(self.qkv), 0)
+        matrices = self.by_kind(matrix) if self.has_own_arrays else [matrix]
+        *qkv, stream = self.norm1.after_into(branch, stream, matrices, self.kernels)
         return self.feed_forward(self.attention(qkv, tables, within), stream)
 
     def gathered_heads(self, columns: Any) -> Array:
@@ -257,24 +263,45 @@ class Block(nnx.Module):
             [columns["q"][...], *shards.heads(keys_and_values, self.of.kv_heads)], -1
         )
 
-    def attention(self, qkv: Array, tables: tuple[Array, Array], within: Array | None) -> Array:
+    @property
+    def has_own_arrays(self) -> bool:
+        """Whether queries, keys and values are products of their own.
+
+        `qk_norm_rope` takes these without a copy; into XLA's code slices are fused.
+        """
+        is_one_call = self.q_norm is not None and self.q_norm.kernel == "ours"
+        # In FP8 rows are quantised for each product; and parts of a matrix that `fsdp` shards would
+        # be saved, where the matrix is gathered again.
+        is_default = self.kernels.matmul == "default"
+        return is_one_call and is_default and "fsdp" not in self.kernels.shards.axes
+
+    def by_kind(self, columns: Array) -> list[Array]:
+        """Splits a device's columns of heads: queries', keys', values'."""
+        q = self.of.heads // self.kernels.shards.count * self.of.head_width
+        return jnp.split(columns, (q, (q + columns.shape[-1]) // 2), axis=-1)
+
+    def attention(
+        self, qkv: Sequence[Array], tables: tuple[Array, Array], within: Array | None
+    ) -> Array:
         """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
 
-        `qkv` [B, T, N] are queries, keys and values of all heads, still without bias.
+        `qkv` are queries, keys and values of all heads, [B, T, N] each or as one array, still
+        without bias.
         """
-        of, shards = self.of, self.kernels.shards
-        count = of.heads // shards.count
+        shards = self.kernels.shards
         with jax.named_scope("projections"):
             if self.bias is not None:
-                qkv = qkv + self.gathered_heads(self.bias).astype(qkv.dtype)
-            heads = qkv.reshape(*qkv.shape[:2], -1, of.head_width)
-            q, k, v = jnp.split(heads, (count, (count + heads.shape[2]) // 2), axis=2)
+                bias = self.gathered_heads(self.bias)
+                biases = self.by_kind(bias) if self.has_own_arrays else [bias]
+                qkv = [x + one.astype(x.dtype) for x, one in zip(qkv, biases, strict=True)]
+            qkv = qkv if self.has_own_arrays else self.by_kind(*qkv)
+            q, k, v = (x.reshape(*x.shape[:2], -1, self.of.head_width) for x in qkv)
         q, k = self.rotated(q, k, tables)
         with jax.named_scope("attention"):
             mixed = attend(self.kernels.attention, q, k, v, within)
         with jax.named_scope("projections"):
-            out = shards.whole_width(self.out[...].astype(qkv.dtype), 1)
-            mixed = mixed.reshape(*qkv.shape[:2], -1)
+            out = shards.whole_width(self.out[...].astype(mixed.dtype), 1)
+            mixed = mixed.reshape(*mixed.shape[:2], -1)
             return shards.scatter_sum(self.kernels.multiply(mixed, out))
 
     def rotated(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
