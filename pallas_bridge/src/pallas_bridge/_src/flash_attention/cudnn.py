@@ -76,7 +76,7 @@ def _is_faster_backward(options: Options, q: Any, k: Any, v: Any) -> bool:
     As measured on an H200 (docs/internals/flash-attention.md).
     """
     tokens, columns = q.shape[-2], q.shape[-1]
-    most = {64: tokens, 128: 8192}.get(columns, 0)
+    most = {64: tokens, 128: 4096 if options.deterministic else 8192}.get(columns, 0)
     is_causal = options.causal and options.window == (None, None)
     is_measured = is_causal and tokens == k.shape[-2] and columns == v.shape[-1]
     return is_measured and 1024 <= tokens <= most and _has_hopper_alone()
