@@ -94,7 +94,7 @@ FLASH_ATTENTION_BACKWARD_OF(hopper_bent_f16, __half, true)
   }
 
 #define FLASH_ATTENTION_GRADIENTS_OF(columns, rows, bent, is_bent, dtype, E)                                  \
-  using Gradients##columns##bent##dtype = attention::hopper::AllGradients<E, columns, rows, 3, 2, is_bent>;  \
+  using Gradients##columns##bent##dtype = attention::hopper::AllGradients<E, columns, rows, is_bent>;        \
   static_assert(Gradients##columns##bent##dtype::kSharedBytes == kAttentionGradientsBytes##columns);         \
   FLASH_ATTENTION_GRADIENTS(gradients_##columns##_hopper##bent##_##dtype, kAttentionBackwardThreads, 1,      \
                             Gradients##columns##bent##dtype::run(all))

@@ -532,26 +532,31 @@ struct Quotient {
   }
 };
 
-// tanh near 0, of a product times a factor, as a polynomial with a relative error of at most 8e-7.
+// tanh near 0, of a product times a factor, as a polynomial of so many terms with a relative error of at most 8e-7.
+template <int kTerms>
 struct NearZero {
-  static constexpr float kMost = 0.75f;
-  float first, third, fifth, seventh, ninth;
+  static_assert(kTerms == 3 || kTerms == 5);
+  static constexpr float kMost = kTerms == 3 ? 0.28f : 0.75f;
+  float terms[kTerms];
 
   __device__ explicit NearZero(float factor) {
-    const float square = factor * factor, cube = square * factor;
-    first = factor;
-    third = -0.3332966765238683f * cube;
-    fifth = 0.13268237053307083f * cube * square;
-    seventh = -0.05027795412854776f * cube * square * square;
-    ninth = 0.013105836540408575f * cube * square * square * square;
+    constexpr float kFew[3] = {0.9999992268341992f, -0.3331552301749503f, 0.12720917021217956f};
+    constexpr float kMany[5] = {1.0f, -0.3332966765238683f, 0.13268237053307083f, -0.05027795412854776f,
+                                0.013105836540408575f};
+    float power = factor;
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) {
+      terms[i] = (kTerms == 3 ? kFew[i % 3] : kMany[i]) * power;
+      power *= factor * factor;
+    }
   }
 
   __device__ float operator()(float product) const {
     const float y = product * product;
-    float sum = fmaf(y, ninth, seventh);
-    sum = fmaf(y, sum, fifth);
-    sum = fmaf(y, sum, third);
-    return product * fmaf(y, sum, first);
+    float sum = terms[kTerms - 1];
+#pragma unroll
+    for (int i = kTerms - 2; i >= 0; --i) sum = fmaf(y, sum, terms[i]);
+    return product * sum;
   }
 
   __device__ float operator()(float product, float& slope) const {
@@ -559,6 +564,8 @@ struct NearZero {
     slope = fmaf(-bent, bent, 1.0f);
     return bent;
   }
+
+  __device__ void bend(float& x, float& y) const { x = (*this)(x), y = (*this)(y); }
 };
 
 // Turns a product q k into a logit in units of ln(2): softcapped if `is_bent`, then times `factor`.
@@ -635,16 +642,24 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
-// Whether `NearZero` covers all products of a warp, as is usual for logits well below the cap.
-template <int kEights>
-__device__ inline bool are_near_zero(const Bend& bend, const float (&products)[kEights][4]) {
+// Calls `with` the shortest `NearZero` of kLeast or more terms that covers all products of a warp, as is usual for logits
+// well below the cap, or else `bend`.
+template <int kLeast, int kEights, class With>
+__device__ inline void bend_by_size(const Bend& bend, const float (&products)[kEights][4], const With& with) {
   float most = 0;
 #pragma unroll
   for (int j = 0; j < kEights; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(products[j][i]));
   }
-  return bend.has_cap && __all_sync(~0u, most * fabsf(bend.inner) <= NearZero::kMost);
+  most *= fabsf(bend.inner);
+  if (kLeast == 3 && bend.has_cap && __all_sync(~0u, most <= NearZero<3>::kMost)) {
+    with(NearZero<3>(bend.inner));
+  } else if (bend.has_cap && __all_sync(~0u, most <= NearZero<5>::kMost)) {
+    with(NearZero<5>(bend.inner));
+  } else {
+    with(bend);
+  }
 }
 
 // Softcaps all products of a lane.
@@ -661,20 +676,13 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
     }
     return;
   }
-  if (are_near_zero(bend, products)) {
-    const NearZero near(bend.inner);
+  bend_by_size<3>(bend, products, [&](const auto& by) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) products[j][i] = near(products[j][i]);
+      by.bend(products[j][0], products[j][1]);
+      by.bend(products[j][2], products[j][3]);
     }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kEights; ++j) {
-    bend.bend(products[j][0], products[j][1]);
-    bend.bend(products[j][2], products[j][3]);
-  }
+  });
 }
 
 // A block of queries, whose rows the four warps share, and the tiles of keys that it iterates over.

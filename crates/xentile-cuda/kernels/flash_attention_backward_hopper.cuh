@@ -379,7 +379,7 @@ struct KeyGradients {
         if (!kMakesValues) release(empty_of_values(last.dout.stage), of);
       }
       if constexpr (kIsBent) {
-        const auto bend_by = [&](const auto& bend) {
+        bend_by_size<5>(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kRows / 8; ++j) {
             const float4 notes = about.notes[4 * j + of.lane % 4];
@@ -392,12 +392,7 @@ struct KeyGradients {
               }
             }
           }
-        };
-        if (are_near_zero(bend, p)) {
-          bend_by(NearZero(bend.inner));
-        } else {
-          bend_by(bend);
-        }
+        });
       }
       if (sees != kAll) mask(p, about, of);
       uint32_t left[kMakesValues ? kRows / 16 : 1][4], ds[kMakesKeys ? kRows / 16 : 1][4];
@@ -754,7 +749,7 @@ struct QueryGradients {
       settle<E>(of_values);
       release(empty_of_values(at.v.stage), of);
       if constexpr (kIsBent) {
-        const auto bend_by = [&](const auto& bend) {
+        bend_by_size<5>(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
@@ -764,12 +759,7 @@ struct QueryGradients {
               of_values[j][i] = (of_values[j][i] - of.delta[i / 2]) * slope;
             }
           }
-        };
-        if (are_near_zero(bend, p)) {
-          bend_by(NearZero(bend.inner));
-        } else {
-          bend_by(bend);
-        }
+        });
       }
       const bool is_whole =
           own.inner_low <= key && kKeys <= own.inner_high - key && shared.are_one_segment[last];

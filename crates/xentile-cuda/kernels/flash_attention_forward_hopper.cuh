@@ -41,7 +41,9 @@ struct Forward {
   static constexpr bool kIsWide = kColumns == 256;
   static constexpr int kRows = kAttentionForwardQueries, kConsumers = kRows / kStrip;
   static constexpr int kKeys = kIsWide ? kAttentionForwardWideKeys : kAttentionForwardKeys;
-  static constexpr int kPanels = kColumns / 64, kValuePanels = kValueColumns / 64, kStages = 2;
+  static constexpr int kPanels = kColumns / 64, kValuePanels = kValueColumns / 64;
+  // Tiles of keys and of values.
+  static constexpr int kStages = kColumns == 64 ? 4 : 2;
   using Queries = Rows<E, kColumns, kRows>;
   using Keys = Rows<E, kColumns, kKeys>;
   using Values = Rows<E, kValueColumns, kKeys>;

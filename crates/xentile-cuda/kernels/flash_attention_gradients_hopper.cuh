@@ -3,8 +3,8 @@
 // block of keys has a term, is added up in float32 in memory, by the copy engine.
 //
 // Sums have one order: a counter for each piece of dq says how many blocks of keys have added their term, and a CTA
-// adds its own when it is its turn. CTAs take blocks of keys by ticket, so that whoever has the turn runs already;
-// which order seldom waits is said at `order_of`.
+// adds its own when it is its turn. CTAs take one block of keys after another by ticket, so that whoever has the turn
+// runs already; which order seldom waits is said at `reversed_blocks`.
 #pragma once
 
 #include <cuda.h>
@@ -32,7 +32,7 @@ struct alignas(128) FlashAttentionGradientArguments {
   attention::Note* notes;
   float* sums;              // of dq before it is scaled and rounded, two pieces for each tile of queries
   uint32_t* terms;          // of each piece, how many terms are added so far
-  uint32_t* tickets;        // how many CTAs have begun
+  uint32_t* tickets;        // how many blocks of keys CTAs have taken
   int32_t heads_at_a_time;  // heads whose blocks of keys are all begun before those of the next heads
   int32_t has_order;        // whether terms are added in one order; else sums begin as 0
 };
@@ -66,8 +66,8 @@ __device__ inline void add_release(uint32_t* to, uint32_t number) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(number) : "memory");
 }
 
-// Queries and cotangents have rings of kStages and kOfValues tiles of kRows queries.
-template <class E, int kColumns, int kRows, int kStages, int kOfValues, bool kIsBent>
+// Over tiles of kRows queries.
+template <class E, int kColumns, int kRows, bool kIsBent>
 struct AllGradients {
   static constexpr int kKeys = kAttentionBackwardRows, kOwn = kKeys / kGroups;
   // The two warpgroups share a product for dq, of kRows x kColumns.
@@ -76,6 +76,8 @@ struct AllGradients {
   using Keys = Rows<E, kColumns, kKeys>;
   // Cotangents of logits: rows are keys.
   using Products = Rows<E, kRows, kKeys>;
+  // Tiles in the rings of queries and of cotangents.
+  static constexpr int kStages = 3, kOfValues = 2;
   static constexpr int kSharedBytes =
       2 * Keys::kBytes + (kStages + kOfValues) * Tile::kBytes + 2 * Products::kBytes + kGroups * Piece::kBytes;
 
@@ -95,11 +97,18 @@ struct AllGradients {
   };
   static constexpr int kNone = -1;
 
+  // A block of keys, and of each warpgroup's keys bits of those that some tile's queries may see.
+  struct Work {
+    uint64_t seen[kGroups];
+    int of_keys, first_key, reversed;
+  };
+
   struct Shared {
     About about[kStages];
     Term terms[kGroups];
-    uint32_t ticket;
-    alignas(8) uint64_t full[kStages], empty[kStages], full_of_values[kOfValues], empty_of_values[kOfValues], kept;
+    Work works[2];
+    alignas(8) uint64_t full[kStages], empty[kStages], full_of_values[kOfValues], empty_of_values[kOfValues];
+    uint64_t work_full[2], work_empty[2], kept_full, kept_empty;
     // Of a warpgroup's cotangents of logits in either place, and of its terms.
     uint64_t ds_full[kGroups][2], term_full[kGroups], term_empty[kGroups];
   };
@@ -108,7 +117,7 @@ struct AllGradients {
   const FlashAttentionArguments& a;
   Shared& shared;
   uint32_t base;
-  int of_keys, first_key;
+  int of_keys, first_key, reversed;
 
   __device__ Keys k() const { return {base}; }
   __device__ Keys v() const { return {base + Keys::kBytes}; }
@@ -136,32 +145,41 @@ struct AllGradients {
   // Blocks of keys of which CTAs take the last first; they take the others in their order, which is that of terms,
   // too. Under a causal mask CTAs of the first half, which are longer, begin together, each at its diagonal: a later
   // block is at a tile of queries before an earlier one, and none waits. They end one after another, the last first,
-  // where those of the other half begin, and these end together. The order is that of every head, whatever else runs.
-  static __device__ int reversed_blocks(const FlashAttentionArguments& a) {
-    const int blocks = (a.keys + kKeys - 1) / kKeys;
-    return blocks - blocks / 2;
+  // where those of the other half begin, and these end together. Where no queries see more than half of the blocks, as
+  // of packed texts, the last of all blocks come first. The order follows from the ranges of the head alone. By a warp.
+  static __device__ int reversed_blocks(const FlashAttentionGradientArguments& all, int of_keys) {
+    const int blocks = (all.of.keys + kKeys - 1) / kKeys;
+    const int count = (all.of.queries + kAttentionBlock - 1) / kAttentionBlock;
+    const Note* notes = all.notes + static_cast<int64_t>(of_keys) * ((all.of.queries + 127) / 128 * 2);
+    int most = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      const int4 note = *reinterpret_cast<const int4*>(&notes[i]);
+      if (note.y < note.z) most = max(most, (note.z - 1) / kKeys - note.y / kKeys + 1);
+    }
+    return __any_sync(~0u, 2 * most > blocks) ? blocks - blocks / 2 : blocks;
   }
 
   // How many blocks of keys add to a tile of queries before this one, of those from `low` to before `high`.
   __device__ int order_of(int low, int high) const {
     const int own = first_key / kKeys, least = low / kKeys, most = (high - 1) / kKeys;
-    const int reversed = reversed_blocks(a);
     return own < reversed ? min(reversed - 1, most) - own : own - least;
   }
 
   // Brings tiles of queries that some query sees some key of, or with `kBringsValues` of their cotangents. By a warp.
   template <bool kBringsValues>
-  __device__ void bring() const {
+  __device__ void bring(Turn<kBringsValues ? kOfValues : kStages>& turn, uint32_t parity) const {
     const int lane = threadIdx.x % 32;
     const int inner = of_keys % a.inner, outer = of_keys / a.inner;
-    if (!kBringsValues && lane == 0) {
-      const uint32_t barrier = ptx::shared_address(&shared.kept);
+    bool brings_keys = !kBringsValues;
+    const auto bring_keys = [&] {
+      const uint32_t barrier = ptx::shared_address(&shared.kept_full);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.kept_empty), parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(barrier, 2 * Keys::kBytes);
       load_rows<Keys, kKeys, kColumns>(k(), all.k, barrier, first_key, inner, outer);
       load_rows<Keys, kKeys, kColumns>(v(), all.v, barrier, first_key, inner, outer);
-    }
+      brings_keys = false;
+    };
     const bool is_segment_0 = !kBringsValues && a.kv_segments != nullptr && are_keys_of_segment_0();
-    Turn<kBringsValues ? kOfValues : kStages> turn;
     const int tiles = (a.queries + kRows - 1) / kRows;
     for (int head = 0; head < a.group; ++head) {
       for (int begin = 0; begin < tiles; begin += 32) {
@@ -180,6 +198,7 @@ struct AllGradients {
               ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
               load_rows<Tile, kRows, kColumns>(dout(turn.stage), all.dout, barrier, first, head, inner, outer);
             } else {
+              if (brings_keys) bring_keys();
               ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
               About& about = shared.about[turn.stage];
               about.flags = flags;
@@ -193,10 +212,14 @@ struct AllGradients {
         }
       }
     }
-    if (kBringsValues || lane != 0) return;
-    ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
-    shared.about[turn.stage].flags = kIsEnd;
-    ptx::mbarrier_arrive(full(turn.stage));
+    if (kBringsValues) return;
+    if (lane == 0) {
+      if (brings_keys) bring_keys();
+      ptx::mbarrier_wait(empty(turn.stage), turn.parity ^ 1);
+      shared.about[turn.stage].flags = kIsEnd;
+      ptx::mbarrier_arrive(full(turn.stage));
+    }
+    turn.next();
   }
 
   __device__ bool are_keys_of_segment_0() const {
@@ -326,17 +349,18 @@ struct AllGradients {
     meet<kWarpgroup>(1 + of.group);
   }
 
-  // Of a warpgroup's keys, bits of those that some tile's queries may see.
-  __device__ uint64_t seen_keys(const Own& of) const {
-    const int first = first_key + of.group * kOwn, blocks = (a.queries + kAttentionBlock - 1) / kAttentionBlock;
+  // Of a warpgroup's keys, bits of those that some tile's queries may see. By a warp.
+  __device__ uint64_t seen_keys(int group) const {
+    const int first = first_key + group * kOwn, blocks = (a.queries + kAttentionBlock - 1) / kAttentionBlock;
+    const int lane = threadIdx.x % 32;
     const Note* notes = all.notes + static_cast<int64_t>(of_keys) * (padded_queries() / kAttentionBlock);
     const auto below = [](int end) { return end <= 0 ? 0 : ~uint64_t{0} >> (kOwn - min(end, kOwn)); };
     uint64_t seen = 0;
     // From the last queries on, which see all keys where masks are causal.
     for (int begin = (blocks - 1) / 32 * 32; begin >= 0 && ~seen != 0; begin -= 32) {
       uint64_t own = 0;
-      if (begin + of.lane < blocks) {
-        const Note note = notes[begin + of.lane];
+      if (begin + lane < blocks) {
+        const Note note = notes[begin + lane];
         if (note.low < note.high) own = below(note.high - first) & ~below(note.low - first);
       }
       seen |= uint64_t{__reduce_or_sync(~0u, static_cast<uint32_t>(own >> 32))} << 32 |
@@ -376,7 +400,7 @@ struct AllGradients {
                                const About& about, const Own& of, uint32_t (&left)[kRows / 16][4],
                                uint32_t (&ds)[kRows / 16][4]) const {
     if constexpr (kIsBent) {
-      const auto bend_by = [&](const auto& bend) {
+      bend_by_size<5>(bend, p, [&](const auto& bend) {
 #pragma unroll
         for (int j = 0; j < kRows / 8; ++j) {
           const float4 notes = about.notes[4 * j + of.lane % 4];
@@ -387,12 +411,7 @@ struct AllGradients {
             of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
           }
         }
-      };
-      if (are_near_zero(bend, p)) {
-        bend_by(NearZero(bend.inner));
-      } else {
-        bend_by(bend);
-      }
+      });
     }
     if constexpr (!kIsWhole) mask(p, about, of);
 #pragma unroll
@@ -469,19 +488,20 @@ struct AllGradients {
   // Of each tile a warpgroup makes factors and its piece of dq, while products of the other run, and then in its turn
   // asks for dv and dk, and for the products of the next tile. A piece needs the factors of both: the first
   // warpgroup, which is ahead by half a tile, makes that of the tile before.
-  __device__ void walk(const Bend& bend, Own& of) const {
-    At at;
+  __device__ void walk(const Bend& bend, Own& of, At& at, uint32_t& turn) const {
     float p[kRows / 8][4], of_values[kRows / 8][4];
-    uint32_t flags, turn = 0;
+    uint32_t flags;
     if (!begins(at, of, flags)) {
-      if (of.group == 0) begin_turn(0);
-      return hand_over_end(0, of);
+      leave(empty(at.q.stage));
+      at.q.next();
+      return;
     }
     multiply_anew<kRows>(p, k(), of.group, q(at.q.stage));
     await_of_values(at);
     multiply_anew<kRows>(of_values, v(), of.group, dout(at.dout.stage));
     Term before = {kNone, 0};
     const uint32_t behind = of.group == 0 ? 1 : 0;
+    bool has_piece = behind == 0;
     while (true) {
       const At last = at;
       const About& about = shared.about[last.q.stage];
@@ -498,7 +518,7 @@ struct AllGradients {
       put(ds, turn, of);
       float dq[8][4];
       // Before the first tile there is nothing, and the piece is of what lies there.
-      if (turn >= behind) await_ds(turn - behind);
+      if (has_piece) await_ds(turn - behind);
       multiply_piece(dq, this->ds(turn - behind), of);
       begin_turn(of.group);
       multiply_along<kRows>(of.values, left, dout(last.dout.stage));
@@ -506,11 +526,17 @@ struct AllGradients {
       wait<E, 2>();
       settle<E>(dq);
       const Term term = {behind != 0 ? before.piece : own.piece, behind != 0 ? before.order : own.order};
-      if (turn >= behind) hand_over(dq, term, turn - behind, of);
+      if (has_piece) hand_over(dq, term, turn - behind, of);
+      has_piece = true;
       before = own;
       ++turn;
       at.q.next(), at.dout.next();
-      if (!begins(at, of, flags)) break;
+      if (!begins(at, of, flags)) {
+        wait<E, 0>();
+        release(empty_of_values(last.dout.stage), of);
+        leave(empty(last.q.stage));
+        break;
+      }
       wait<E, 1>();
       release(empty_of_values(last.dout.stage), of);
       multiply_anew<kRows>(p, k(), of.group, q(at.q.stage));
@@ -520,10 +546,11 @@ struct AllGradients {
       multiply_anew<kRows>(of_values, v(), of.group, dout(at.dout.stage));
       end_turn(of.group);
     }
-    wait<E, 0>();
     settle<E>(of.keys);
     settle<E>(of.values);
     end_turn(of.group);
+    leave(empty(at.q.stage));
+    at.q.next();
     if (of.group == 0) {
       float dq[8][4];
       await_ds(turn - 1);
@@ -531,27 +558,19 @@ struct AllGradients {
       wait<E, 0>();
       settle<E>(dq);
       hand_over(dq, before, turn - 1, of);
-      begin_turn(0);
     }
-    hand_over_end(turn, of);
   }
 
-  __device__ void multiply() const {
-    Own of;
-    of.group = threadIdx.x / 128 - 1;
-    of.lane = threadIdx.x % 32;
-    of.row = threadIdx.x % 128 / 32 * 16 + of.group * kOwn;
+  // Walks over a block of keys, and writes dk and dv.
+  __device__ void multiply(const Bend& bend, Own& of, uint64_t seen, uint32_t parity, At& at, uint32_t& turn) const {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) of.keys[j][i] = of.values[j][i] = 0;
     }
-    const uint64_t seen = seen_keys(of);
-    ptx::mbarrier_wait(ptx::shared_address(&shared.kept), 0);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.kept_full), parity);
     if (~seen != 0) clear_keys(seen, of);
-    const Bend bend(a);
-    if (of.group == 1) end_turn(1);
-    walk(bend, of);
+    walk(bend, of, at, turn);
     const int64_t count = a.keys - first_key - of.row;
     const int64_t row = a.first_key(of_keys) + static_cast<int64_t>(first_key + of.row) * a.k_row;
     // Rows of values are read by their own warpgroup's products alone.
@@ -559,15 +578,91 @@ struct AllGradients {
     v().store(of.keys, a.scale, a.scale, of.row, static_cast<E*>(a.dk) + row * a.width, a.width, a.k_row * a.width,
               count);
     v().store(of.values, 1, 1, of.row, static_cast<E*>(a.dv) + row * a.value_width, a.value_width,
-              a.k_row * a.value_width, count);
+              a.k_row * a.value_width, count, [&] {
+                // Before global stores, which the fence would wait for.
+                ptx::fence_async_shared();
+                ptx::mbarrier_arrive(ptx::shared_address(&shared.kept_empty));
+              });
+  }
+
+  // Takes blocks of keys by ticket, and brings tiles of queries for each.
+  static __device__ void take(const FlashAttentionGradientArguments& all, Shared& shared, uint32_t base) {
+    const FlashAttentionArguments& a = all.of;
+    const uint32_t heads = static_cast<uint32_t>(a.heads);
+    const uint32_t blocks = (static_cast<uint32_t>(a.keys) + kKeys - 1) / kKeys;
+    Turn<kStages> turn;
+    for (uint32_t own = 0;; ++own) {
+      uint32_t ticket = 0;
+      if (threadIdx.x == 0) ticket = atomicAdd(all.tickets, 1);
+      ticket = __shfl_sync(~0u, ticket, 0);
+      const bool is_end = ticket >= heads * blocks;
+      AllGradients of{all, a, shared, base, kNone, 0, 0};
+      uint64_t seen[kGroups] = {};
+      if (!is_end) {
+        // Some heads after others, of each block of keys all of these.
+        const uint32_t first_head = ticket / (blocks * all.heads_at_a_time) * all.heads_at_a_time;
+        const uint32_t count = min(heads - first_head, static_cast<uint32_t>(all.heads_at_a_time));
+        const uint32_t within = ticket - first_head * blocks;
+        const int position = static_cast<int>(within / count);
+        of.of_keys = static_cast<int>(first_head + within % count);
+        of.reversed = reversed_blocks(all, of.of_keys);
+        of.first_key = (position < of.reversed ? of.reversed - 1 - position : position) * kKeys;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) seen[group] = of.seen_keys(group);
+      }
+      if (threadIdx.x == 0) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.work_empty[own & 1]), (own >> 1 & 1) ^ 1);
+        shared.works[own & 1] = {{seen[0], seen[1]}, of.of_keys, of.first_key, of.reversed};
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.work_full[own & 1]));
+      }
+      if (is_end) return;
+      of.template bring<false>(turn, own & 1);
+    }
+  }
+
+  // Calls `with` for each block of keys that the CTA takes, bits of the thread's keys that are seen, and a parity.
+  template <class With>
+  static __device__ void follow(const FlashAttentionGradientArguments& all, Shared& shared, uint32_t base,
+                                const With& with) {
+    for (uint32_t own = 0;; ++own) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.work_full[own & 1]), own >> 1 & 1);
+      const Work& work = shared.works[own & 1];
+      const AllGradients of{all,
+                            all.of,
+                            shared,
+                            base,
+                            static_cast<int>(ptx::uniform(work.of_keys)),
+                            static_cast<int>(ptx::uniform(work.first_key)),
+                            static_cast<int>(ptx::uniform(work.reversed))};
+      const uint64_t seen = work.seen[threadIdx.x < 2 * kWarpgroup ? 0 : 1];
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.work_empty[own & 1]));
+      if (of.of_keys == kNone) return;
+      with(of, seen, own & 1);
+    }
+  }
+
+  static __device__ void multiply_all(const FlashAttentionGradientArguments& all, Shared& shared, uint32_t base) {
+    Own of;
+    of.group = threadIdx.x / 128 - 1;
+    of.lane = threadIdx.x % 32;
+    of.row = threadIdx.x % 128 / 32 * 16 + of.group * kOwn;
+    const Bend bend(all.of);
+    if (of.group == 1) end_turn(1);
+    At at;
+    uint32_t turn = 0;
+    follow(all, shared, base, [&](const AllGradients& block, uint64_t seen, uint32_t parity) {
+      block.multiply(bend, of, seen, parity, at, turn);
+    });
+    // So that nobody's turn is left over.
+    if (of.group == 0) begin_turn(0);
+    AllGradients{all, all.of, shared, base, kNone, 0, 0}.hand_over_end(turn, of);
   }
 
   __device__ static void run(const FlashAttentionGradientArguments& all) {
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Shared shared;
-    const FlashAttentionArguments& a = all.of;
+    const uint32_t base = ptx::shared_address(memory);
     if (threadIdx.x == 0) {
-      shared.ticket = atomicAdd(all.tickets, 1);
       const auto address = [](uint64_t& barrier) { return ptx::shared_address(&barrier); };
       for (uint32_t stage = 0; stage < kStages; ++stage) {
         ptx::mbarrier_init(address(shared.full[stage]), 1);
@@ -582,29 +677,30 @@ struct AllGradients {
         ptx::mbarrier_init(address(shared.term_full[group]), kWarpgroup);
         ptx::mbarrier_init(address(shared.term_empty[group]), 1);
       }
-      ptx::mbarrier_init(address(shared.kept), 1);
+      for (int own = 0; own < 2; ++own) {
+        ptx::mbarrier_init(address(shared.work_full[own]), 1);
+        ptx::mbarrier_init(address(shared.work_empty[own]), 32 + kGroups * kWarpgroup);
+      }
+      ptx::mbarrier_init(address(shared.kept_full), 1);
+      ptx::mbarrier_init(address(shared.kept_empty), kGroups * kWarpgroup);
       ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    const uint32_t ticket = shared.ticket, heads = static_cast<uint32_t>(a.heads);
-    const uint32_t blocks = (static_cast<uint32_t>(a.keys) + kKeys - 1) / kKeys;
-    // Some heads after others, of each block of keys all of these.
-    const uint32_t first_head = ticket / (blocks * all.heads_at_a_time) * all.heads_at_a_time;
-    const uint32_t count = min(heads - first_head, static_cast<uint32_t>(all.heads_at_a_time));
-    const uint32_t within = ticket - first_head * blocks;
-    const int position = static_cast<int>(within / count), reversed = reversed_blocks(a);
-    const int block = position < reversed ? reversed - 1 - position : position;
-    const AllGradients of{all, a, shared, ptx::shared_address(memory), static_cast<int>(first_head + within % count),
-                          block * kKeys};
     if (threadIdx.x < 128) {
       ptx::fewer_registers<24>();
       const int warp = threadIdx.x / 32;
-      if (warp == 0) of.template bring<false>();
-      if (warp == 1) of.template bring<true>();
-      if (warp >= 2 && threadIdx.x % 32 == 0) of.add_terms(warp - 2);
+      if (warp == 0) take(all, shared, base);
+      if (warp == 1) {
+        Turn<kOfValues> turn;
+        follow(all, shared, base,
+               [&](const AllGradients& block, uint64_t, uint32_t) { block.template bring<true>(turn, 0); });
+      }
+      if (warp >= 2 && threadIdx.x % 32 == 0) {
+        AllGradients{all, all.of, shared, base, kNone, 0, 0}.add_terms(warp - 2);
+      }
     } else {
       ptx::more_registers<240>();
-      of.multiply();
+      multiply_all(all, shared, base);
     }
   }
 };

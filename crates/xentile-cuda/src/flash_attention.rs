@@ -166,8 +166,11 @@ impl Attention {
     pub unsafe fn load(&self, pass: Pass, stream: *mut c_void) -> Result<()> {
         let on_hopper = self.on_hopper()?;
         let mut steps = self.all_steps(pass, on_hopper);
-        if pass == Pass::Backward && on_hopper.is_some() && self.scratch_words().is_some() {
-            let (before, after) = self.gradients_in_one();
+        if pass == Pass::Backward
+            && let Some(multiprocessors) = on_hopper
+            && self.scratch_words().is_some()
+        {
+            let (before, after) = self.gradients_in_one(multiprocessors);
             steps.push(before);
             steps.extend(after);
         }
@@ -256,7 +259,7 @@ impl Attention {
         {
             check_alignment("scratch", scratch.at.cast::<c_void>())?;
             let all = self.gradient_arguments(arguments, scratch, multiprocessors)?;
-            let (before, after) = self.gradients_in_one();
+            let (before, after) = self.gradients_in_one(multiprocessors);
             // SAFETY: passed on from this function's contract.
             return unsafe {
                 self.launch(vec![before], stream, &all)?;

@@ -18,9 +18,6 @@ use crate::{Device, Result};
 /// The columns of a box, which are 128 bytes, and its rows in the backward pass.
 const BOX: c_uint = 64;
 
-/// Tiles of keys and of values that the forward pass has at a time.
-const STAGES: usize = 2;
-
 /// What heads of queries are padded to a multiple of in the scratch, and words of each such block that are not
 /// sums of dq: rows, ranges, segments, notes, counters.
 const PADDED: usize = 128;
@@ -43,7 +40,9 @@ impl Attention {
         let (columns, value_columns) = self.hopper_columns();
         // There is room for the next block's queries beside all but wide ones.
         let blocks = if columns > 128 { 1 } else { 2 };
-        let tiles = STAGES * self.keys_of_tile() * (columns + value_columns);
+        // Tiles of keys and of values at a time.
+        let stages = if columns == 64 { 4 } else { 2 };
+        let tiles = stages * self.keys_of_tile() * (columns + value_columns);
         let elements = blocks * FORWARD_QUERIES * columns + tiles;
         let walk = self.blocks_of_cta(multiprocessors);
         let ctas = self.blocks_of_queries(FORWARD_QUERIES * walk);
@@ -102,7 +101,7 @@ impl Attention {
     }
 
     /// The kernels of the backward pass in five GEMMs but that of sinks: what comes before that, and after.
-    pub(super) fn gradients_in_one(&self) -> (Step, Vec<Step>) {
+    pub(super) fn gradients_in_one(&self, multiprocessors: u32) -> (Step, Vec<Step>) {
         let columns = self.padded_columns();
         let bent = self.bent_suffix();
         let step = |name: &str, ctas, threads, shared_bytes| Step {
@@ -113,6 +112,8 @@ impl Attention {
         };
         let blocks = self.blocks_of_queries(PADDED).and_then(|all| all.checked_mul(PADDED / BLOCK));
         let of_keys = self.shape.heads.checked_mul(self.shape.keys.div_ceil(BACKWARD_ROWS));
+        // A CTA takes one block of keys after another.
+        let ctas = of_keys.map(|all| all.min(multiprocessors as usize));
         let shared = if columns == 64 { GRADIENTS_BYTES_64 } else { GRADIENTS_BYTES_128 };
         let all = format!("gradients_{columns}_hopper{bent}");
         let round = format!("round_{columns}");
@@ -120,7 +121,7 @@ impl Attention {
         (
             step("rows", blocks, THREADS, 0),
             vec![
-                step(&all, of_keys, BACKWARD_THREADS, shared),
+                step(&all, ctas, BACKWARD_THREADS, shared),
                 step(&round, self.blocks_of_queries(BLOCK), THREADS, rounded_bytes),
             ],
         )
@@ -186,7 +187,11 @@ impl Attention {
     /// of blocks, above all of short ones as of packed text. An even number of blocks is as much work for every
     /// CTA where masks are causal.
     fn blocks_of_cta(&self, multiprocessors: u32) -> usize {
-        let most = if self.padded_columns() == 256 { 1 } else { 8 };
+        let most = match self.padded_columns() {
+            64 => 16,
+            128 => 8,
+            _ => 1,
+        };
         let heads = self.shape.heads.saturating_mul(self.shape.group);
         let blocks = self.shape.queries.div_ceil(FORWARD_QUERIES);
         // A CTA takes about as long to begin as a block.
@@ -194,7 +199,7 @@ impl Attention {
             let ctas = heads.saturating_mul(blocks.div_ceil(*walk));
             ctas.div_ceil(multiprocessors as usize) * (walk + 1)
         };
-        [1, 2, 4, 8].into_iter().filter(|&walk| walk <= most).min_by_key(time).unwrap_or(1)
+        [1, 2, 4, 8, 16].into_iter().filter(|&walk| walk <= most).min_by_key(time).unwrap_or(1)
     }
 
     fn keys_of_tile(&self) -> usize {
@@ -315,14 +320,14 @@ mod tests {
     fn backward_launches_and_scratch() {
         let attention = Attention::new(FlashAttention::new(72), SHAPE, DType::F16).unwrap();
         assert_eq!(attention.scratch_words(), Some(128 * 128 + 768));
-        let (before, after) = attention.gradients_in_one();
+        let (before, after) = attention.gradients_in_one(4);
         let short = |step: Step| (step.name, step.ctas.unwrap(), step.threads, step.shared_bytes);
         let named = |name: &str, ctas, threads, bytes| {
             (format!("flash_attention_{name}_f16"), ctas, threads, bytes)
         };
         assert_eq!(short(before), named("rows", 96, 128, 0));
         let expected = [
-            named("gradients_128_hopper", 6, 384, 208 << 10),
+            named("gradients_128_hopper", 4, 384, 208 << 10),
             named("round_128", 72, 128, 16 << 10),
         ];
         assert_eq!(after.into_iter().map(short).collect::<Vec<_>>(), expected);
