@@ -201,6 +201,7 @@ OPERATIONS = (
     "kv_cache",
     "layer_norm",
     "linear",
+    "lion",
     "newton_schulz",
     "qk_norm_rope",
     "rms_norm",
@@ -332,6 +333,10 @@ def targets() -> str:
         places: dict[str, list[str]] = {}
         for one in target["aliases"]:
             places.setdefault(one["result"], []).append(one["operand"])
+        after = [one for one, of in places.items() if of == [one.removeprefix("new_")]]
+        if len(after) > 2:
+            sides[1] += "<br>`new_x` in x"
+            places = {one: of for one, of in places.items() if one not in after}
         for result, operands in places.items():
             sides[1] += f"<br>{result} in {' or '.join(operands)}"
         page += f"| `{target['name']}` | {words} | {' | '.join(sides)} |\n"

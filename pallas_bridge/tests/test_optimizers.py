@@ -232,8 +232,9 @@ def test_a_step_in_eight_bits_is_that_of_float64(
         assert wrong_codes(moments[index], sizes[index], got["w"], signed=index == 0) == 0
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit"])
 def test_the_kernel_rounds_as_the_reference(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Of more arrays than a call has, of one that does not decay, and one with float32 state."""
     monkeypatch.setattr(step_call, "ARRAYS_OF_CPU_CALL", 2)
@@ -244,9 +245,9 @@ def test_the_kernel_rounds_as_the_reference(
     found = {}
     for implementation in ("reference", "custom_call"):
         options: Any = {"rounding_seed": 5, "mask": mask, "implementation": implementation}
-        optimizer: Any = ours.adamw8bit(1e-2, weight_decay=0.1, max_norm=1.0, **options)
+        optimizer: Any = getattr(ours, name)(1e-2, weight_decay=0.1, max_norm=1.0, **options)
         lowered = jax.jit(optimizer.update_and_apply).lower(grads, optimizer.init(params), params)
-        calls = lowered.as_text().count("@xentile_adamw_8bit(")
+        calls = lowered.as_text().count(f"@xentile_{name.replace('8bit', '')}_8bit(")
         assert implementation == "reference" or jax.default_backend() != "cpu" or calls == 2
         found[implementation] = lowered.compile()(grads, optimizer.init(params), params)
     (right, _), (got, _) = found.values()

@@ -1,4 +1,4 @@
-//! Steps of AdamW over many arrays, with moments in f32 or in 8 bits, which are written in their place.
+//! Steps of AdamW and Lion over many arrays, with moments in f32 or in 8 bits, which are written in their place.
 //!
 //! A task has a tile of one array, and goes through it 256 entries at a time: gradient, parameter and moments are
 //! widened to f32 in buffers that stay in the nearest cache, and loops over 64 of these at a time, which the compiler
@@ -52,13 +52,15 @@ pub struct Codes<'a> {
     pub scales: &'a mut [f32],
 }
 
-/// Both moments of a parameter.
+/// The moments of a parameter, which say whose step it takes.
 #[derive(Debug)]
 pub enum Moments<'a> {
-    /// In f32.
+    /// Both of AdamW in f32.
     F32([&'a mut [f32]; 2]),
-    /// In 8 bits, with so many entries in a block.
+    /// Both of AdamW in 8 bits, with so many entries in a block.
     Codes([Codes<'a>; 2], usize),
+    /// Lion's in 8 bits, with so many entries in a block.
+    Lion(Codes<'a>, usize),
 }
 
 /// A parameter with its gradient and state.
@@ -76,11 +78,11 @@ pub struct Parameter<'a> {
     pub moments: Moments<'a>,
 }
 
-/// Makes a step of AdamW.
+/// Makes a step of each parameter.
 ///
 /// # Errors
 /// Arrays of a parameter that differ in length, or a block that is none of [`BLOCKS`].
-pub fn adamw(scalars: &Scalars, parameters: Vec<Parameter<'_>>, launch: Launch<'_>) -> Result<()> {
+pub fn step(scalars: &Scalars, parameters: Vec<Parameter<'_>>, launch: Launch<'_>) -> Result<()> {
     let mut tiles = Vec::new();
     for parameter in parameters {
         let length = parameter.params.len();
@@ -130,33 +132,42 @@ impl<'a> Codes<'a> {
     fn split_off_first(&mut self, count: usize, block: usize) -> Self {
         Self { codes: cut(&mut self.codes, count), scales: cut(&mut self.scales, count / block) }
     }
+
+    fn check(
+        &self,
+        [codes, scales]: [&'static str; 2],
+        expected: usize,
+        block: usize,
+    ) -> Result<()> {
+        if !BLOCKS.contains(&block) || !expected.is_multiple_of(block) {
+            return Err(Error::Invalid(format!(
+                "blocks of {block} of {expected} entries; they must have 256, 128 or 64, all of them full"
+            )));
+        }
+        check_length(codes, self.codes.len(), expected)?;
+        check_length(scales, self.scales.len(), expected / block)
+    }
+}
+
+fn check_length(name: &'static str, actual: usize, expected: usize) -> Result<()> {
+    let error = Error::Length { name, actual, axes: "the parameter's", expected };
+    if actual == expected { Ok(()) } else { Err(error) }
 }
 
 impl Parameter<'_> {
     fn check(&self, expected: usize) -> Result<()> {
-        let check = |name, actual, expected| {
-            let axes = "the parameter's";
-            let error = Error::Length { name, actual, axes, expected };
-            if actual == expected { Ok(()) } else { Err(error) }
-        };
-        check("grads", self.grads.len(), expected)?;
+        const MU: [&str; 2] = ["mu", "mu_scales"];
+        check_length("grads", self.grads.len(), expected)?;
         match &self.moments {
             Moments::F32([mu, nu]) => {
-                check("mu", mu.len(), expected)?;
-                check("nu", nu.len(), expected)
+                check_length("mu", mu.len(), expected)?;
+                check_length("nu", nu.len(), expected)
             }
             Moments::Codes([mu, nu], block) => {
-                if !BLOCKS.contains(block) || !expected.is_multiple_of(*block) {
-                    return Err(Error::Invalid(format!(
-                        "blocks of {block} of {expected} entries; they must have 256, 128 or 64, all of \
-                         them full"
-                    )));
-                }
-                check("mu", mu.codes.len(), expected)?;
-                check("nu", nu.codes.len(), expected)?;
-                check("mu_scales", mu.scales.len(), expected / block)?;
-                check("nu_scales", nu.scales.len(), expected / block)
+                mu.check(MU, expected, *block)?;
+                nu.check(["nu", "nu_scales"], expected, *block)
             }
+            Moments::Lion(mu, block) => mu.check(MU, expected, *block),
         }
     }
 }
@@ -179,6 +190,7 @@ impl<'a> Tile<'a> {
                 let codes = both.each_mut().map(|one| one.split_off_first(TILE, *block));
                 Moments::Codes(codes, *block)
             }
+            Moments::Lion(one, block) => Moments::Lion(one.split_off_first(TILE, *block), *block),
         };
         let (first, rest) = halves(*grads);
         *grads = rest;
@@ -235,8 +247,13 @@ impl Job for Step<'_, '_> {
         for start in (0..length).step_by(PIECE) {
             let count = PIECE.min(length - start);
             piece.load(of, start, count);
+            let is_lion = matches!(of.moments, Moments::Lion(..));
             for chunk in 0..count.div_ceil(CHUNK) {
-                piece.step(scalars, of.decays, chunk);
+                if is_lion {
+                    piece.step_of_lion(scalars, of.decays, chunk);
+                } else {
+                    piece.step(scalars, of.decays, chunk);
+                }
             }
             piece.store_moments(&mut of.moments, start, count);
             piece.store_params(scalars, of, *first, start, count);
@@ -272,14 +289,11 @@ impl Piece {
             }
             Moments::Codes(both, block) => {
                 for ((from, to), values) in both.iter().zip(moments).zip(&VALUES) {
-                    let codes = from.codes[start..][..count].chunks_exact(CHUNK);
-                    for (index, (codes, to)) in codes.zip(to).enumerate() {
-                        let scale = from.scales[(start + index * CHUNK) / block];
-                        for (code, to) in codes.iter().zip(to) {
-                            *to = values[usize::from(*code)] * scale;
-                        }
-                    }
+                    decode(from, values, *block, start, count, to);
                 }
+            }
+            Moments::Lion(one, block) => {
+                decode(one, &VALUES[0], *block, start, count, &mut moments[0]);
             }
         }
     }
@@ -297,6 +311,15 @@ impl Piece {
     }
 
     #[inline(always)]
+    fn step_of_lion(&mut self, s: &Scalars, decays: bool, chunk: usize) {
+        let decay = if decays { s.weight_decay } else { 0.0 };
+        let (params, mu) = (&mut self.params[chunk], &mut self.moments[0][chunk]);
+        for ((grad, p), mu) in self.grads[chunk].iter().zip(params).zip(mu) {
+            [*p, *mu] = stepped_by_lion(s, decay, *grad, [*p, *mu]);
+        }
+    }
+
+    #[inline(always)]
     fn store_moments(&self, to: &mut Moments<'_>, start: usize, count: usize) {
         match to {
             Moments::F32(both) => {
@@ -307,6 +330,9 @@ impl Piece {
             Moments::Codes([mu, nu], block) => {
                 encode::<true>(&self.moments[0], mu, *block, start, count);
                 encode::<false>(&self.moments[1], nu, *block, start, count);
+            }
+            Moments::Lion(mu, block) => {
+                encode::<true>(&self.moments[0], mu, *block, start, count);
             }
         }
     }
@@ -350,6 +376,17 @@ fn stepped(s: &Scalars, decay: f32, grad: f32, [p, mu, nu]: [f32; 3]) -> [f32; 3
     let below = (nu * s.nu_scale + s.eps_root).sqrt() + s.eps;
     let step = (s.mu_scale * mu + s.grad_scale * g) / below;
     [p - s.learning_rate * (step + decay * p), mu, nu]
+}
+
+/// The parameter and the moment after a step of Lion.
+#[inline(always)]
+fn stepped_by_lion(s: &Scalars, decay: f32, grad: f32, [p, mu]: [f32; 2]) -> [f32; 2] {
+    let g = grad * s.clip;
+    let along = s.rest1 * g + s.b1 * mu;
+    // 0 and NaN stay.
+    let step = if along > 0.0 { 1.0 } else { along };
+    let step = if along < 0.0 { -1.0 } else { step };
+    [p - s.learning_rate * (step + decay * p), s.rest2 * g + s.b2 * mu]
 }
 
 /// A step of a tile that is all in f32.
@@ -406,6 +443,25 @@ fn random(group: usize, number: u32, s: &Scalars) -> [u32; PIECE] {
         }
     }
     bits
+}
+
+/// The entries of a piece's blocks.
+#[inline(always)]
+fn decode(
+    from: &Codes<'_>,
+    values: &[f32; 256],
+    block: usize,
+    start: usize,
+    count: usize,
+    to: &mut [Chunk; PIECE / CHUNK],
+) {
+    let codes = from.codes[start..][..count].chunks_exact(CHUNK);
+    for (index, (codes, to)) in codes.zip(to).enumerate() {
+        let scale = from.scales[(start + index * CHUNK) / block];
+        for (code, to) in codes.iter().zip(to) {
+            *to = values[usize::from(*code)] * scale;
+        }
+    }
 }
 
 /// Writes codes and scales of a piece's blocks.
@@ -489,7 +545,12 @@ mod tests {
     };
 
     /// Parameters, codes and scales after a step of more than a tile.
-    fn step(isa: Isa, threads: usize, block: usize) -> (Vec<bf16>, [Vec<u8>; 2], [Vec<u32>; 2]) {
+    fn step(
+        isa: Isa,
+        threads: usize,
+        block: usize,
+        is_lion: bool,
+    ) -> (Vec<bf16>, [Vec<u8>; 2], [Vec<u32>; 2]) {
         let length = if cfg!(miri) { 128 } else { TILE + 128 };
         let number = |seed: usize| (0..length).map(move |k| ((k * 37 + seed) % 101) as f32 - 50.0);
         let grads: Vec<_> = number(1).map(|x| 0.01 * x).collect();
@@ -501,19 +562,21 @@ mod tests {
         grads[..block].fill(0.0);
         scales.iter_mut().for_each(|all| all[0] = 0.0);
         let mut pairs = codes.iter_mut().zip(&mut scales);
-        let both = [0, 1].map(|_| {
+        let [mu, nu] = [0, 1].map(|_| {
             let (codes, scales) = pairs.next().unwrap();
             Codes { codes, scales }
         });
+        let moments =
+            if is_lion { Moments::Lion(mu, block) } else { Moments::Codes([mu, nu], block) };
         let parameter = Parameter {
             number: 5,
             decays: true,
             grads: Grads::F32(&grads),
             params: Params::Bf16(&mut params),
-            moments: Moments::Codes(both, block),
+            moments,
         };
         let pool = Threads::new(threads).unwrap();
-        adamw(&SCALARS, vec![parameter], Launch { isa, pool: &pool }).unwrap();
+        super::step(&SCALARS, vec![parameter], Launch { isa, pool: &pool }).unwrap();
         let bits = scales.map(|all| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
         (params, codes, bits)
     }
@@ -521,14 +584,26 @@ mod tests {
     /// No bit depends on threads, tiles or the instruction set.
     #[test]
     fn every_instruction_set_gives_the_same() {
-        for block in BLOCKS.into_iter().skip(1) {
-            let right = step("portable".parse().unwrap(), 1, block);
+        for (block, is_lion) in [(128, false), (64, false), (64, true)] {
+            let right = step("portable".parse().unwrap(), 1, block, is_lion);
             assert!(right.1[0][..block].iter().all(|code| *code == zero_code(true)));
             assert!(right.2.iter().all(|scales| scales[0] == 0 && scales[1] != 0));
             for isa in Isa::available() {
-                assert!(step(isa, 3, block) == right, "{isa}");
+                assert!(step(isa, 3, block, is_lion) == right, "{isa}");
             }
         }
+    }
+
+    #[test]
+    fn lion_steps_by_the_sign() {
+        let s = Scalars { clip: 1.0, ..SCALARS };
+        // The sign of 0.1 g + 0.9 mu.
+        let step = |grad, mu| stepped_by_lion(&s, 0.0, grad, [1.0, mu]);
+        assert_eq!(step(2.0, -1.0), [1.01, 0.001 * 2.0 + 0.999 * -1.0]);
+        assert_eq!(step(10.0, -1.0)[0], 0.99);
+        assert_eq!(step(0.0, 0.0), [1.0, 0.0]);
+        assert!(step(f32::NAN, 0.0).iter().all(|x| x.is_nan()));
+        assert_eq!(stepped_by_lion(&s, 0.5, 0.0, [1.0, 0.0]), [0.995, 0.0]);
     }
 
     /// Codes are those of the nearest values, at the values and beside the midpoints.
@@ -561,7 +636,7 @@ mod tests {
             params: Params::F32(&mut params),
             moments: Moments::F32([mu, nu]),
         };
-        let error = adamw(&SCALARS, vec![parameter], launch).unwrap_err().to_string();
+        let error = super::step(&SCALARS, vec![parameter], launch).unwrap_err().to_string();
         assert!(error.contains("grads"), "{error}");
     }
 }

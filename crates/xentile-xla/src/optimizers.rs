@@ -22,7 +22,7 @@ const LIKE_PARAMS: Dtype = Dtype::Like("params");
 const ARRAY: &str = "*batch D";
 const SCALES: &str = "*batch B";
 
-pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, NEWTON_SCHULZ];
+pub(crate) const DECLARATIONS: &[Declaration] = &[ADAMW, ADAMW_8BIT, LION_8BIT, NEWTON_SCHULZ];
 
 const SCALARS: ArrayDecl = input("scalars", "16", S32);
 const LEAVES: ArrayDecl = input("leaves", "1", S32);
@@ -81,6 +81,33 @@ pub(crate) const ADAMW_8BIT: Declaration = Declaration {
         in_place("mu_scales", "new_mu_scales"),
         in_place("nu", "new_nu"),
         in_place("nu_scales", "new_nu_scales"),
+    ],
+    ..Declaration::BASE
+};
+
+pub(crate) const LION_8BIT: Declaration = Declaration {
+    name: c"xentile_lion_8bit",
+    summary: "A step of Lion, whose arrays are those of AdamW in 8 bits but for `nu`.",
+    cuda: Stages::None,
+    operands: &[
+        SCALARS,
+        LEAVES,
+        GRADS,
+        PARAMS,
+        input("mu", ARRAY, CODES),
+        input("mu_scales", SCALES, F32),
+    ],
+    results: &[
+        output("new_params", ARRAY, LIKE_PARAMS),
+        output("new_mu", ARRAY, CODES),
+        output("new_mu_scales", SCALES, F32),
+    ],
+    multiples: &[("D", "B")],
+    maps_shared: false,
+    aliases: &[
+        in_place("params", "new_params"),
+        in_place("mu", "new_mu"),
+        in_place("mu_scales", "new_mu_scales"),
     ],
     ..Declaration::BASE
 };

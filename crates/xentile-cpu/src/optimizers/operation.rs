@@ -1,15 +1,15 @@
-//! The kernels of AdamW, as tools run them: of one array, which is copied before the step.
+//! The kernels of AdamW and Lion, as tools run them: of one array, which is copied before the step.
 
 use xentile::operation::{Array, Arrays, Operation, Pass, Problem};
 use xentile::optimizers::Scalars;
-use xentile::optimizers::operation::{ADAMW, ADAMW_8BIT, Optimizer};
+use xentile::optimizers::operation::{ADAMW, ADAMW_8BIT, LION_8BIT, Optimizer};
 use xentile::{Error, Result};
 
-use super::{Codes, Grads, Launch, Moments, Parameter, Params, adamw};
+use super::{Codes, Grads, Launch, Moments, Parameter, Params, step};
 use crate::operation::{Kernels, Run};
 
 /// The kernels of this module.
-pub(crate) const ALL: &[&dyn Kernels] = &[&Steps(ADAMW), &Steps(ADAMW_8BIT)];
+pub(crate) const ALL: &[&dyn Kernels] = &[&Steps(ADAMW), &Steps(ADAMW_8BIT), &Steps(LION_8BIT)];
 
 /// The kernels of an optimizer.
 struct Steps(Optimizer);
@@ -91,12 +91,15 @@ impl Run for Step<'_> {
         let moments = match self.block {
             None => Moments::F32(moments.try_into().map_err(|_| missing())?),
             Some(block) => {
-                let both = codes.into_iter().zip(scales);
-                let both = both.map(|(codes, scales)| Codes { codes, scales }).collect::<Vec<_>>();
-                Moments::Codes(both.try_into().map_err(|_| missing())?, block)
+                let each = codes.into_iter().zip(scales);
+                let mut each = each.map(|(codes, scales)| Codes { codes, scales });
+                match (each.next().ok_or_else(missing)?, each.next()) {
+                    (mu, Some(nu)) => Moments::Codes([mu, nu], block),
+                    (mu, None) => Moments::Lion(mu, block),
+                }
             }
         };
         let parameter = Parameter { number: 0, decays: true, grads, params, moments };
-        adamw(&self.scalars, vec![parameter], self.launch)
+        step(&self.scalars, vec![parameter], self.launch)
     }
 }

@@ -2,7 +2,7 @@
 
 use xentile::optimizers::{Scalars, WORDS};
 use xentile_cpu::Isa;
-use xentile_cpu::optimizers::{Codes, Grads, Launch, Moments, Parameter as Step, Params, adamw};
+use xentile_cpu::optimizers::{Codes, Grads, Launch, Moments, Parameter as Step, Params, step};
 use xla_ffi::{
     ANY_RANK, Aliased, AnyBuffer, AnyBufferMut, Buffer, DType, Decoder, Element, MayAlias,
     Parameter, Result, ThreadPool,
@@ -18,8 +18,9 @@ use crate::target::target_list;
 target_list! {
     HOST;
 
-    super::ADAMW: fn xentile_adamw_host = run(scalars, leaves, wide, pool);
-    super::ADAMW_8BIT: fn xentile_adamw_8bit_host = run_8bit(scalars, leaves, quantised, pool);
+    super::ADAMW: fn xentile_adamw_host = adamw(scalars, leaves, arrays, pool);
+    super::ADAMW_8BIT: fn xentile_adamw_8bit_host = adamw_8bit(scalars, leaves, arrays, pool);
+    super::LION_8BIT: fn xentile_lion_8bit_host = lion_8bit(scalars, leaves, arrays, pool);
 }
 
 type Words<'a> = Buffer<'a, i32>;
@@ -31,12 +32,17 @@ struct Arrays<'a> {
     in_place: Vec<InPlace<'a>>,
 }
 
-/// The arrays of every parameter, with moments in 8 bits or in f32.
-struct All<'a, const QUANTIZES: bool>(Vec<Arrays<'a>>);
+/// The arrays of every parameter of one of [`STEPS`].
+struct All<'a, const TARGET: usize>(Vec<Arrays<'a>>);
 
-impl<'a, const QUANTIZES: bool> Parameter<'a> for All<'a, QUANTIZES> {
+const STEPS: [&Declaration; 3] = [&super::ADAMW, &super::ADAMW_8BIT, &super::LION_8BIT];
+const ADAMW: usize = 0;
+const ADAMW_8BIT: usize = 1;
+const LION_8BIT: usize = 2;
+
+impl<'a, const TARGET: usize> Parameter<'a> for All<'a, TARGET> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let declaration: &Declaration = if QUANTIZES { &super::ADAMW_8BIT } else { &super::ADAMW };
+        let declaration = STEPS[TARGET];
         let mut found = Vec::new();
         // A call has one parameter at least.
         let mut next = Some(decoder.parameter::<AnyBuffer>(GRADS.name)?);
@@ -86,7 +92,7 @@ fn grads<'a>(array: AnyBuffer<'a>, dims: &[usize]) -> Result<Grads<'a>> {
 }
 
 /// A parameter's step.
-fn step(leaf: i32, arrays: Arrays<'_>, quantizes: bool) -> Result<Step<'_>> {
+fn prepare(leaf: i32, arrays: Arrays<'_>, target: usize) -> Result<Step<'_>> {
     let mut all = arrays.in_place.into_iter();
     let mut next = || all.next().ok_or_else(|| invalid("a parameter lacks an array"));
     let params = next()?;
@@ -98,7 +104,9 @@ fn step(leaf: i32, arrays: Arrays<'_>, quantizes: bool) -> Result<Step<'_>> {
         DType::Bf16 => Params::Bf16(in_its_place(params, dims)?),
         other => return Err(dtype::wrong("params", other, "f32 or bf16")),
     };
-    let moments = if quantizes {
+    let moments = if target == ADAMW {
+        Moments::F32([in_its_place(next()?, dims)?, in_its_place(next()?, dims)?])
+    } else {
         let mut block = 0;
         let mut codes = || -> Result<Codes<'_>> {
             let (codes, scales) = (in_its_place(next()?, dims)?, next()?);
@@ -106,33 +114,49 @@ fn step(leaf: i32, arrays: Arrays<'_>, quantizes: bool) -> Result<Step<'_>> {
             block = block_size(dims, of_scales)?;
             Ok(Codes { codes, scales: in_its_place(scales, of_scales)? })
         };
-        let both = [codes()?, codes()?];
-        Moments::Codes(both, block)
-    } else {
-        Moments::F32([in_its_place(next()?, dims)?, in_its_place(next()?, dims)?])
+        let mu = codes()?;
+        if target == LION_8BIT {
+            Moments::Lion(mu, block)
+        } else {
+            Moments::Codes([mu, codes()?], block)
+        }
     };
     Ok(Step { number, decays, grads, params, moments })
 }
 
-fn steps<const QUANTIZES: bool>(
+fn steps<const TARGET: usize>(
     scalars: Words,
     leaves: Words,
-    all: All<'_, QUANTIZES>,
+    all: All<'_, TARGET>,
     pool: ThreadPool,
 ) -> Result {
     check_shape("leaves", leaves.dims(), &[all.0.len()])?;
     check_shape("scalars", scalars.dims(), &[WORDS])?;
     let words = scalars.as_slice().first_chunk().ok_or_else(|| invalid("no scalars"))?;
     let each = leaves.as_slice().iter().zip(all.0);
-    let steps = each.map(|(leaf, arrays)| step(*leaf, arrays, QUANTIZES));
+    let steps = each.map(|(leaf, arrays)| prepare(*leaf, arrays, TARGET));
     let launch = Launch { isa: Isa::detect(), pool: &Pool(pool) };
-    adamw(&Scalars::from_words(words), steps.collect::<Result<_>>()?, launch).map_err(invalid)
+    step(&Scalars::from_words(words), steps.collect::<Result<_>>()?, launch).map_err(invalid)
 }
 
-fn run(scalars: Words, leaves: Words, wide: All<'_, false>, pool: ThreadPool) -> Result {
-    steps(scalars, leaves, wide, pool)
+fn adamw(scalars: Words, leaves: Words, arrays: All<'_, ADAMW>, pool: ThreadPool) -> Result {
+    steps(scalars, leaves, arrays, pool)
 }
 
-fn run_8bit(scalars: Words, leaves: Words, quantised: All<'_, true>, pool: ThreadPool) -> Result {
-    steps(scalars, leaves, quantised, pool)
+fn adamw_8bit(
+    scalars: Words,
+    leaves: Words,
+    arrays: All<'_, ADAMW_8BIT>,
+    pool: ThreadPool,
+) -> Result {
+    steps(scalars, leaves, arrays, pool)
+}
+
+fn lion_8bit(
+    scalars: Words,
+    leaves: Words,
+    arrays: All<'_, LION_8BIT>,
+    pool: ThreadPool,
+) -> Result {
+    steps(scalars, leaves, arrays, pool)
 }

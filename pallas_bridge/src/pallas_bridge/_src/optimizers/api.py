@@ -415,11 +415,12 @@ def lion8bit(
     shardings: Any = None,
     max_norm: ArrayLike | None = None,
     rounding_seed: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Lion, as `optax.lion`, whose moment has 8 bits an entry.
 
     p = p - learning_rate (sign(b1 mu + (1 - b1) g) + weight_decay p); mu = b2 mu + (1 - b2) g
-    (Chen et al., 2023).
+    (Chen et al., 2023). On CPUs `update_and_apply` is a kernel, as for `adamw8bit`.
 
     Args:
       learning_rate: as for `adamw`.
@@ -431,6 +432,7 @@ def lion8bit(
       shardings: as for `adamw8bit`.
       max_norm: as for `adamw`.
       rounding_seed: as for `adamw`.
+      implementation: as for `adamw`.
 
     Returns:
       As for `adamw8bit`; `nu` is None.
@@ -454,4 +456,5 @@ def lion8bit(
         shardings=shardings,
         max_norm=max_norm,
         rounding_seed=rounding_seed,
+        implementation=implementation,
     )

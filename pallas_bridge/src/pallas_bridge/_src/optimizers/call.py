@@ -29,8 +29,12 @@ Array = jax.Array
 Arrays = tuple[Array, Array, list[Any], Leaf]
 Result = tuple[Array, list[Any]]
 
-# By whether state is in 8 bits.
-TARGETS = {False: "xentile_adamw", True: "xentile_adamw_8bit"}
+# By rule, and whether state is in 8 bits.
+TARGETS: dict[tuple[Rule, bool], str] = {
+    ("adam", False): "xentile_adamw",
+    ("adam", True): "xentile_adamw_8bit",
+    ("lion", True): "xentile_lion_8bit",
+}
 # Arrays of a call, which looks through all of them for each that it takes.
 ARRAYS_OF_CPU_CALL = 16
 # Of parameters and of gradients.
@@ -63,17 +67,18 @@ def run(
     """Returns each parameter and its moments after a step."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, (grad, param, moments, _) in enumerate(arrays):
-        has_kernel = rule == "adam" and param.size > 0
+        target = TARGETS.get((rule, is_quantized(moments[0])))
+        has_kernel = target is not None and param.size > 0
         has_kernel &= {param.dtype, grad.dtype} <= {*KERNEL_DTYPES}
-        kind = (is_quantized(moments[0]), param.dtype, grad.dtype) if has_kernel else None
+        kind = (target, param.dtype, grad.dtype) if has_kernel else None
         groups[kind].append(index)
     found: list[Any] = [None] * len(arrays)
     for kind, indices in groups.items():
         members = [arrays[index][:3] for index in indices]
         leaves = tuple(arrays[index][3] for index in indices)
-        kernels = () if kind is None else _platforms(TARGETS[kind[0]], implementation)
+        kernels = () if kind is None else _platforms(kind[0], implementation)
         if kernels:
-            results = _bind(leaves, rounds, kernels, scalars, members)
+            results = _bind(rule, leaves, rounds, kernels, scalars, members)
         else:
             results = _dense(rule, leaves, rounds, scalars, members)
         for index, result in zip(indices, results, strict=True):
@@ -107,7 +112,7 @@ def _platforms(target: str, implementation: Implementation | None) -> tuple[str,
         loaded = library.require()
         found = loaded.platforms_of(target)
         is_missing = jax.default_backend() == "gpu" and "cuda" not in found
-        if is_missing and target == TARGETS[True]:
+        if is_missing and target == TARGETS["adam", True]:
             raise library.LibraryError(
                 f'implementation is "custom_call", and {loaded.path} has no kernels for NVIDIA '
                 f'GPUs: {library.BUILDS["cuda"]}; "reference" runs everywhere'
@@ -143,6 +148,7 @@ def _words(scalars: Scalars, rounds: bool) -> Array:
 
 
 def _bind(
+    rule: Rule,
     leaves: tuple[Leaf, ...],
     rounds: bool,
     kernels: tuple[str, ...],
@@ -152,7 +158,7 @@ def _bind(
     """Returns parameters and moments by a call that has a kernel on some platforms."""
     operands, structure = jax.tree.flatten((scalars, arrays))
     results = STEP.bind(
-        *operands, leaves=leaves, rounds=rounds, kernels=kernels, structure=structure
+        *operands, rule=rule, leaves=leaves, rounds=rounds, kernels=kernels, structure=structure
     )
     after: Any = jax.tree.structure([(param, new) for _, param, new in arrays])
     found: list[Result] = jax.tree.unflatten(after, results)
@@ -166,13 +172,19 @@ def _outputs(operands: Any, structure: Any) -> list[Any]:
 
 
 def _lower(
-    ctx: Any, *operands: Any, leaves: Any, rounds: bool, kernels: tuple[str, ...], structure: Any
+    ctx: Any,
+    *operands: Any,
+    rule: Rule,
+    leaves: Any,
+    rounds: bool,
+    kernels: tuple[str, ...],
+    structure: Any,
 ) -> Any:
     platforms = tuple(ctx.module_context.platforms)
-    step: Any = partial(_dense, "adam")
+    step: Any = _dense
     if len(platforms) == 1 and platforms[0] in kernels:
         step = _kernels if platforms == ("cpu",) else _kernel
-    flat = _flat(step, leaves, rounds, structure)
+    flat = _flat(partial(step, rule), leaves, rounds, structure)
     return mlir.lower_fun(flat, multiple_results=True)(ctx, *operands)
 
 
@@ -186,18 +198,21 @@ def _flat(step: Any, leaves: Any, rounds: bool, structure: Any) -> Callable[...,
     return flat
 
 
-def _batch(operands: Any, axes: Any, *, leaves: Any, rounds: bool, structure: Any, **_: Any) -> Any:
+def _reference(rule: Rule, leaves: Any, rounds: bool, structure: Any, **_: Any) -> Any:
+    """Returns XLA's program of the primitive, for all but kernels."""
+    return _flat(partial(_dense, rule), leaves, rounds, structure)
+
+
+def _batch(operands: Any, axes: Any, **params: Any) -> Any:
     """Maps XLA's program: many steps at once are no program of training."""
-    results = jax.vmap(_flat(partial(_dense, "adam"), leaves, rounds, structure), axes)(*operands)
+    results = jax.vmap(_reference(**params), axes)(*operands)
     return results, [0] * len(results)
 
 
-def _jvp(
-    primals: Any, tangents: Any, *, leaves: Any, rounds: bool, structure: Any, **_: Any
-) -> Any:
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Differentiates XLA's program."""
-    flat = _flat(partial(_dense, "adam"), leaves, rounds, structure)
-    return jax.jvp(flat, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(_reference(**params), tuple(primals), tangents)
 
 
 # One rule for all platforms: under a conditional over the platform no result could take the memory
@@ -211,16 +226,20 @@ batching.primitive_batchers[STEP] = _batch
 ad.primitive_jvps[STEP] = _jvp
 
 
-def _kernels(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
+def _kernels(
+    rule: Rule, leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any
+) -> list[Result]:
     """Returns the results of calls of a few arrays each."""
     found = []
     for start in range(0, len(leaves), ARRAYS_OF_CPU_CALL):
         some = slice(start, start + ARRAYS_OF_CPU_CALL)
-        found += _kernel(leaves[some], rounds, scalars, arrays[some])
+        found += _kernel(rule, leaves[some], rounds, scalars, arrays[some])
     return found
 
 
-def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any) -> list[Result]:
+def _kernel(
+    rule: Rule, leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: Any
+) -> list[Result]:
     # Twice the number of a parameter, and whether it decays.
     named = np.array([2 * leaf.number + leaf.decays for leaf in leaves], np.int32)
     operands: list[Array] = [_words(scalars, rounds), jnp.asarray(named)]
@@ -232,7 +251,7 @@ def _kernel(leaves: tuple[Leaf, ...], rounds: bool, scalars: Scalars, arrays: An
             aliases[len(operands)] = len(results)
             operands.append(one)
             results.append(jax.ShapeDtypeStruct(one.shape, one.dtype))
-    target = TARGETS[is_quantized(arrays[0][2][0])]
+    target = TARGETS[rule, is_quantized(arrays[0][2][0])]
     flat = iter(jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands))
     after: Any = jax.tree.structure([(param, moments) for _, param, moments in arrays])
     found: list[Result] = jax.tree.unflatten(after, flat)

@@ -5,12 +5,7 @@ from ..operation import Operation
 BY_XLA = "XLA's own program"
 ADAMW = Operation("adamw", "xentile_adamw", falls_back=True, without=(("cuda", BY_XLA),))
 ADAMW_8BIT = Operation("adamw8bit", "xentile_adamw_8bit", falls_back=True)
-LION_8BIT = Operation(
-    "lion8bit",
-    target=None,
-    implementations=("reference",),
-    without=tuple((platform, BY_XLA) for platform in ("cpu", "cuda", "tpu")),
-)
+LION_8BIT = Operation("lion8bit", "xentile_lion_8bit", falls_back=True, without=(("cuda", BY_XLA),))
 MUON = Operation(
     "muon",
     "xentile_newton_schulz",

@@ -38,9 +38,8 @@ def _block_size(given: dict[str, Any]) -> int:
 
 def _program(cell: Cell, given: dict[str, Any]) -> Program:
     make, moments = OPTIMIZERS[cell.op]
-    if cell.op != "lion8bit":
-        by_name = None if cell.platform == "tpu" else "custom_call"
-        given["implementation"] = cell.implementation or by_name
+    by_name = None if cell.platform == "tpu" else "custom_call"
+    given["implementation"] = cell.implementation or by_name
     step, has_norm = given.pop("step", 10), given.get("max_norm") is not None
     if has_norm:
         # JSON has infinity as a word.
