@@ -39,6 +39,7 @@ PACKAGES = (
     "optax",
     "tokamax",
     "torch",
+    "torchao",
     "triton",
     "liger-kernel",
     "quack-kernels",

@@ -3,10 +3,12 @@
     python benches/optimizers.py [--json FILE] [--model NAME] [--seconds S]
 
 Parameters and gradients are those of a preset of examples/train, layer by layer, in float32, or in
-bfloat16 rounded stochastically. Each program takes its state's memory for the state after it. A
-copy is of the bytes that an update must read and write: 28 a float32 parameter for AdamW, 16 with
-8-bit state, 10 for bfloat16 parameters and gradients with it. On CPUs AdamW's kernels are beside
-XLA's program, `implementation="reference"`.
+bfloat16 rounded stochastically. Each program takes its state's memory for the state after it, and
+makes some steps: to start one with all arrays of a model takes the host 2 ms, as long as a GPU's
+step. A copy is of the bytes that an update must read and write: 28 a float32 parameter for AdamW,
+16 with 8-bit state, 10 for bfloat16 parameters and gradients with it. On CPUs AdamW's kernels are
+beside XLA's program, `implementation="reference"`. Programs of PyTorch and torchao run where they
+are named.
 """
 
 import sys
@@ -23,7 +25,16 @@ from harness import Row
 from pallas_bridge import optax as ours
 
 PROGRAMS = ("adamw", "optax.adamw", "adamw8bit", "adamw8bit, bfloat16", "muon", "optax.muon")
-BYTES = {"adamw": 28, "optax.adamw": 28, "adamw8bit": 16, "adamw8bit, bfloat16": 10}
+TORCH = ("torch.optim.AdamW", "torchao.AdamW8bit", "torchao.AdamW8bit, bfloat16")
+BYTES = {
+    "adamw": 28,
+    "optax.adamw": 28,
+    "adamw8bit": 16,
+    "adamw8bit, bfloat16": 10,
+    **dict(zip(TORCH, (28, 16, 10), strict=True)),
+}
+# Steps of a program, but for Muon's, which take longer than to start them.
+STEPS = 4
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
@@ -66,11 +77,18 @@ def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
     params = [draw(key, shape) for key, shape in zip(keys[::2], shapes, strict=True)]
     grads = [draw(key, shape) for key, shape in zip(keys[1::2], shapes, strict=True)]
     held: dict[str, list[Any]] = {}
+    count = STEPS if name in BYTES else 1
 
     def start_of(part: str, **options: Any) -> tuple[Any, Callable[[], Any]]:
         init, step = step_of(name, **options)
         held[part] = [jax.tree.map(jnp.copy, params), jax.jit(init)(params)]
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held[part], grads).compile()
+
+        def steps(params: Any, state: Any, grads: Any) -> Any:
+            for _ in range(count):
+                params, state = step(params, state, grads)
+            return params, state
+
+        compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(*held[part], grads).compile()
 
         def start() -> Any:
             held[part] = [*compiled(*held[part], grads)]
@@ -83,31 +101,62 @@ def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
     if jax.default_backend() == "cpu" and name.startswith("adamw"):
         _, starts["reference"] = start_of("reference", implementation="reference")
     params.clear()
-    count = sum(leaf.size for leaf in grads)
+    parameters = sum(leaf.size for leaf in grads)
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held["step"][1]))
     if name in BYTES:
-        starts["copy"] = harness.device_copy(BYTES[name] * count // 2 * 2, 1)
+        copy = harness.device_copy(BYTES[name] * parameters // 2 * 2, 1)
+        starts["copy"] = lambda: [copy() for _ in range(count)]
     baseline = "copy" if name in BYTES else "step"
-    row: Row = harness.compared(starts, seconds, calls=1, baseline=baseline)
+    row: Row = harness.compared(starts, seconds, calls=count, baseline=baseline)
     memory = compiled.memory_analysis().temp_size_in_bytes
     return row | {
-        "parameters": count,
-        "state_bytes_a_parameter": state_bytes / count,
+        "parameters": parameters,
+        "state_bytes_a_parameter": state_bytes / parameters,
         "temp_bytes": memory,
     }
+
+
+def measure_torch(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
+    """Measures a program of PyTorch in turns with a copy of its bytes."""
+    import torch
+
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+    params = [torch.nn.Parameter(torch.randn(of, dtype=dtype, device="cuda")) for of in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param, requires_grad=False)
+    optimizer: Any
+    if name.startswith("torchao"):
+        from torchao.optim import AdamW8bit
+
+        optimizer = AdamW8bit(params, lr=1e-3, bf16_stochastic_round=dtype is torch.bfloat16)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
+    parameters = sum(param.numel() for param in params)
+    source = torch.randn(BYTES[name] * parameters // 4, dtype=torch.bfloat16, device="cuda")
+    result = torch.empty_like(source)
+    starts = {"step": optimizer.step, "copy": lambda: torch.neg(source, out=result)}
+    turns = {
+        part: partial(harness.torch_clock(start), harness.PROGRAMS)
+        for part, start in starts.items()
+    }
+    times = harness.in_turns(turns, seconds=seconds)
+    return {**harness.compared_times(times, 1, "copy"), "parameters": parameters}
 
 
 def main() -> int:
     """Measures, prints a table and writes JSON after every program."""
     parser = harness.parser(__doc__, seconds=0.5)
     parser.add_argument("--model", default="qwen2.5-0.5b")
-    parser.add_argument("--programs", nargs="+", default=PROGRAMS)
+    parser.add_argument(
+        "--programs", nargs="+", choices=(*PROGRAMS, *TORCH), default=PROGRAMS, metavar="PROGRAM"
+    )
     options = parser.parse_args()
     shapes = shapes_of(options.model)
 
     def cells() -> Iterator[tuple[Row, Callable[[], Row]]]:
         for name in options.programs:
-            yield {"program": name}, partial(measure, name, shapes, options.seconds)
+            one = measure_torch if name in TORCH else measure
+            yield {"program": name}, partial(one, name, shapes, options.seconds)
 
     def texts(row: Row) -> list[str]:
         state = row.get("state_bytes_a_parameter")

@@ -599,7 +599,7 @@ mod tests {
         let s = Scalars { clip: 1.0, ..SCALARS };
         // The sign of 0.1 g + 0.9 mu.
         let step = |grad, mu| stepped_by_lion(&s, 0.0, grad, [1.0, mu]);
-        assert_eq!(step(2.0, -1.0), [1.01, 0.001 * 2.0 + 0.999 * -1.0]);
+        assert_eq!(step(2.0, -1.0), [1.01, 0.001 * 2.0 - 0.999]);
         assert_eq!(step(10.0, -1.0)[0], 0.99);
         assert_eq!(step(0.0, 0.0), [1.0, 0.0]);
         assert!(step(f32::NAN, 0.0).iter().all(|x| x.is_nan()));

@@ -4,7 +4,7 @@
 using namespace xentile;
 
 #define ADAMW_8BIT(name, P, G)                                                \
-  extern "C" __global__ void __launch_bounds__(kOptimizerThreads)             \
+  extern "C" __global__ void __launch_bounds__(kOptimizerThreads, 1)          \
       adamw_8bit_##name(const __grid_constant__ OptimizerArguments a) {       \
     optimizers::adamw<P, G>(a);                                               \
   }

@@ -1,11 +1,13 @@
 // Steps of AdamW with moments in 8 bits, over many arrays in one launch: parameters and state are
 // written in their place.
 //
-// A CTA has a tile of one array, found by a binary search of the table in the kernel's parameters.
-// A warp has 256 consecutive entries at a time, a lane 8 of these: 8 in a row of parameters of 16
-// bits, and 4 in a row of both halves of the 256 where they are f32, so that every access is of
-// vectors without gaps. Blocks of 8-bit state have 256, 128 or 64 entries and begin at multiples of
-// that, so that a block is a warp's or less, and its largest |entry| a reduction within the warp.
+// A multiprocessor has one CTA, whose tables a launch then makes once. Its warps take chunks of 256
+// consecutive entries of an array, all warps of the grid in turns, a lane 8 entries of each: 8 in a
+// row of parameters of 16 bits, and 4 in a row of both halves of the 256 where they are f32, so that
+// every access is of vectors without gaps. A warp loads its next chunk before it encodes the moments
+// of this one. Blocks of 8-bit state have 256, 128 or 64 entries and begin at multiples of that, so
+// that a block is a chunk or less, its largest |entry| a reduction within the warp, and a vector
+// within the array or beyond its end.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,10 +19,11 @@
 
 namespace xentile {
 
-// Arrays of a launch, threads of a CTA, and entries of a CTA's tile.
+// Arrays of a launch, threads of a CTA, and entries of a warp's chunk.
 inline constexpr uint32_t kOptimizerArrays = 256;
-inline constexpr uint32_t kOptimizerThreads = 256;
-inline constexpr uint32_t kOptimizerTile = 8192;
+inline constexpr uint32_t kOptimizerThreads = 896;
+inline constexpr uint32_t kOptimizerChunk = 256;
+inline constexpr uint32_t kOptimizerSharedBytes = 98560;
 
 // Mirrored by `Array` in src/optimizers.rs.
 struct OptimizerArray {
@@ -31,7 +34,7 @@ struct OptimizerArray {
   float* mu_scales;
   float* nu_scales;
   int64_t size;
-  uint32_t first_tile;
+  uint32_t first_chunk;
   uint32_t block_log2;  // of 8-bit state
 };
 
@@ -40,7 +43,7 @@ struct OptimizerArguments {
   const int32_t* scalars;
   const int32_t* leaves;  // of each array: twice its number in the tree, and whether it decays
   uint32_t arrays;
-  uint32_t unused;
+  uint32_t chunks;
   OptimizerArray array[256];
 };
 
@@ -59,117 +62,125 @@ namespace optimizers {
 inline constexpr int kDecades = 7;
 inline constexpr double kPowers[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
 
-// Computes the code nearest to y of [0, 1]. The decade that ends at the power of ten P has n codes,
-// floor(s) with s = y n / (0.9 P) + 8 n / 9, from n on (signed; unsigned, all are one less). Lines
-// of neighbouring decades meet at P, where s = 2 n. Between P and the midpoint to the next centre,
-// P (1 + 0.9 / n), the code is still 2 n - 1, while s of the next decade is in [2 n, 2 n + 0.2): a
-// half is subtracted from it. That holds a little below P too, so that an approximate logarithm
-// finds the decade.
-//
-// Lines and midpoints are of kScale y + kShift. This is 1 at the midpoint between the code of 1 and
-// the one below, where the last decade ends, and the logarithm of 0's is in the first decade.
-struct alignas(16) Line {
-  float factor, offset, midpoint, unused;
+// The values of the signed code, then those of the unsigned one.
+struct Values {
+  float of[2][256];
 };
-inline constexpr int kLines = kDecades + 1;
-inline constexpr double kShift = 1.02e-7;
-template <bool kSigned>
-inline constexpr double kScale = (1 - kShift) / (1 - 0.225 / (kSigned ? 64 : 128));
-// Each lane of 8 that are served at a time has a copy, so that no two of a bank are read.
-inline constexpr int kCopies = 8;
 
-struct alignas(1024) Table {
-  // The values of the signed code, then those of the unsigned one.
-  float values[512];
-  // 256 bytes for each decade: the signed code's copies, then the unsigned one's.
-  Line lines[kLines][2][kCopies];
-};
-static_assert(sizeof(Line[2][kCopies]) == 256);
-
-constexpr Line make_line(double scale, double factor, double offset, double midpoint) {
-  return {static_cast<float>(factor / scale), static_cast<float>(offset - factor / scale * kShift),
-          static_cast<float>(midpoint * scale + kShift), 0.0f};
-}
-
-constexpr Table make_table() {
-  Table table{};
+constexpr Values make_values() {
+  Values values{};
   for (int i = 0; i < 2; ++i) {
     const bool is_signed = i == 0;
-    const int zero = is_signed ? 127 : 256;
-    const int less = is_signed ? 0 : 1;
-    const double scale = is_signed ? kScale<true> : kScale<false>;
-    table.values[zero] = 0;
+    const int zero = is_signed ? 127 : 0;
+    values.of[i][zero] = 0;
     int magnitude = 1;
-    Line lines[kLines] = {};
     for (int decade = 0; decade < kDecades; ++decade) {
-      const int parts = 1 << (decade + less);
-      const double power = kPowers[decade];
+      const int parts = 1 << (decade + (is_signed ? 0 : 1));
       for (int k = 0; k < parts; ++k) {
         const double fraction = 0.1 + 0.9 * (k + 0.5) / parts;
-        const float value = static_cast<float>(power * fraction);
-        table.values[zero + magnitude] = value;
-        if (is_signed) table.values[zero - magnitude] = -value;
+        const float value = static_cast<float>(kPowers[decade] * fraction);
+        values.of[i][zero + magnitude] = value;
+        if (is_signed) values.of[i][zero - magnitude] = -value;
         ++magnitude;
       }
-      // Half the smallest value, then the midpoints above the decades before.
-      const double above = kPowers[decade == 0 ? 0 : decade - 1] * (1 + 1.8 / parts);
-      const double midpoint = decade == 0 ? power * (0.1 + 0.45 / parts) / 2 : above;
-      lines[decade] = make_line(scale, parts / power / 0.9, parts * 8.0 / 9 - less, midpoint);
     }
-    table.values[zero + magnitude] = 1;
-    lines[kDecades] = make_line(scale, 0, magnitude + 0.5, 0);
-    for (int line = 0; line < kLines; ++line)
-      for (int copy = 0; copy < kCopies; ++copy) table.lines[line][i][copy] = lines[line];
+    values.of[i][zero + magnitude] = 1;
   }
-  return table;
+  return values;
 }
 
-static __device__ const Table kTable = make_table();
+static __device__ const Values kValues = make_values();
 
-// A table in shared memory, by the 32-bit addresses of a lane.
+// Bins of y = |x| / scale + 2^-23, which is in the octaves from 2^-23 to 2^-1, or 1: the 7 highest bits
+// of its mantissa below 5 of its exponent. No bin of these octaves has more than one midpoint between
+// values. A bin's entry added to y's bits has the code's distance from that of 0 in byte 2: it takes
+// away the bin's first bits, and carries from the midpoint on. y of NaN is 0, whose bin is its own.
+inline constexpr float kShift = 1.1920929e-7f;
+inline constexpr int kBinBits = 16;
+inline constexpr uint32_t kFirstBin = 8 << 7, kLastBin = 31 << 7;
+inline constexpr uint32_t kFirstBits = 96u << 23;  // of bin 0, if it were an octave's
+
+// Addresses in shared memory, so that a look-up adds none: bins, and for each code 256 bytes of copies
+// of its values, one for each lane of both codes.
+inline constexpr uint32_t kSignedBinsAt = 1024;
+inline constexpr uint32_t kUnsignedBinsAt = kSignedBinsAt + 4 * (kLastBin + 2);
+inline constexpr uint32_t kValuesAt = (kUnsignedBinsAt + 4 * (kLastBin + 1) + 255) / 256 * 256;
+static_assert(kOptimizerSharedBytes == kValuesAt + 256 * 256);
+// The least that these GPUs give a CTA.
+static_assert(kOptimizerSharedBytes <= 99 * 1024);
+
+// Writes a code's bins; `ends` has room for 255 words.
+template <bool kSigned>
+__device__ inline void make_bins(uint32_t* bins, uint32_t* ends) {
+  constexpr uint32_t kTop = kSigned ? 128 : 255;
+  const float* values = kValues.of[kSigned ? 0 : 1] + (kSigned ? 127 : 0);
+  for (uint32_t k = threadIdx.x; k < kTop; k += blockDim.x)
+    ends[k] = __float_as_uint(0.5f * values[k] + 0.5f * values[k + 1] + kShift);
+  __syncthreads();
+  for (uint32_t bin = kFirstBin + threadIdx.x; bin <= kLastBin; bin += blockDim.x) {
+    const uint32_t begin = kFirstBits + (bin << kBinBits);
+    // ends[code - 1] <= begin < ends[code]
+    uint32_t code = 0, above = kTop;
+    while (code < above) {
+      const uint32_t middle = (code + above) / 2;
+      if (ends[middle] <= begin) {
+        code = middle + 1;
+      } else {
+        above = middle;
+      }
+    }
+    const uint32_t rest = code < kTop ? ends[code] - begin : 1 << kBinBits;
+    bins[bin] = (code << kBinBits) - begin + ((1u << kBinBits) - min(rest, 1u << kBinBits));
+  }
+  if (threadIdx.x == 0) bins[0] = kTop << kBinBits;
+  __syncthreads();
+}
+
+// The tables in shared memory.
 struct Lookup {
-  uint32_t values, lines;
+  uint32_t lane;
 
-  __device__ explicit Lookup(const Table& table)
-      : values(static_cast<uint32_t>(__cvta_generic_to_shared(table.values))),
-        lines(static_cast<uint32_t>(__cvta_generic_to_shared(table.lines)) +
-              threadIdx.x % kCopies * static_cast<uint32_t>(sizeof(Line))) {
+  __device__ explicit Lookup(unsigned char* shared) {
+    const uint32_t begin = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if (begin > kSignedBinsAt) __trap();
+    shared -= begin;
+    uint32_t* copies = reinterpret_cast<uint32_t*>(shared + kValuesAt);
+    make_bins<true>(reinterpret_cast<uint32_t*>(shared + kSignedBinsAt), copies);
+    make_bins<false>(reinterpret_cast<uint32_t*>(shared + kUnsignedBinsAt), copies);
+    for (uint32_t i = threadIdx.x; i < 256 * 2 * 32; i += blockDim.x)
+      copies[i] = __float_as_uint(kValues.of[i / 32 % 2][i / 64]);
+    __syncthreads();
+    lane = threadIdx.x % 32 * 4;
     // Loads, which are of these addresses, stay below the barrier above this.
-    asm volatile("" : "+r"(values), "+r"(lines) : : "memory");
+    asm volatile("" : "+r"(lane) : : "memory");
   }
 
   // The value of byte k of a word of codes.
   template <bool kSigned>
   __device__ float value(uint32_t word, int k) const {
-    const uint32_t at = (k == 0 ? word << 2 : word >> (8 * k - 2)) & 1020;
+    const uint32_t at = __byte_perm(word, lane, 0x7604 | k << 4);
     float found;
-    asm("ld.shared.f32 %0, [%1 + %2];" : "=f"(found) : "r"(values | at), "n"(kSigned ? 0 : 1024));
+    asm("ld.shared.f32 %0, [%1 + %2];"
+        : "=f"(found)
+        : "r"(at), "n"(kValuesAt + (kSigned ? 0 : 128)));
     return found;
   }
 
-  // The magnitude of the code nearest to y, in the lowest byte; `inverse` has kScale in it.
+  // The distance from the code of 0 of the code nearest to x times `inverse`, in byte 2.
   template <bool kSigned>
   __device__ uint32_t magnitude(float x, float inverse) const {
-    const float y = fmaf(fabsf(x), inverse, static_cast<float>(kShift));
-    float log2;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y));
-    // With 2^23 added, rounded down, the lowest bits are those of the integer. NaN leads to the 256
-    // bytes before the lines.
-    const float decade = __fmaf_rd(log2, 0.30103f, 8388615.0f);
-    const uint32_t at = lines + (__float_as_uint(decade) << 8);
-    Line line;
-    asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
-        : "=f"(line.factor), "=f"(line.offset), "=f"(line.midpoint), "=f"(line.unused)
-        : "r"(at), "n"(kSigned ? 0 : 128));
-    float steps = fmaf(y, line.factor, line.offset);
-    if (y < line.midpoint) steps -= 0.5f;
-    return __float_as_uint(__fadd_rd(steps, 8388608.0f));
+    uint32_t y, entry;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=r"(y) : "f"(fabsf(x)), "f"(inverse), "f"(kShift));
+    asm("ld.shared.u32 %0, [%1 + %2];"
+        : "=r"(entry)
+        : "r"(y >> (kBinBits - 2) & 4095 << 2), "n"(kSigned ? kSignedBinsAt : kUnsignedBinsAt));
+    return y + entry;
   }
 };
 
-// The lowest bytes of four words, the first in the lowest.
+// Bytes 2 of four words, the first in the lowest.
 __device__ inline uint32_t joined(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  return __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
 
 // Bytes of `low` and `high`, or, where a byte of the selector is above 7, that byte's sign.
@@ -191,106 +202,86 @@ __device__ inline uint32_t with_signs(uint32_t magnitudes, const float* x) {
   return (is_negative & below) | (~is_negative & (magnitudes + 0x7f7f7f7fu));
 }
 
+// Both halves of a product, by one instruction.
+__device__ inline uint2 product(uint32_t x, uint32_t y) {
+  uint64_t both;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(both) : "r"(x), "r"(y));
+  return make_uint2(static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32));
+}
+
 // Philox4x32-10 of the counter (group, array, step, 0) and the key (seed, 0).
 __device__ inline uint4 philox(uint32_t group, uint32_t array, uint32_t step, uint32_t seed) {
   uint4 c = make_uint4(group, array, step, 0);
   uint32_t first = seed, second = 0;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const uint32_t high = __umulhi(c.x, 0xd2511f53u), low = c.x * 0xd2511f53u;
-    const uint32_t other_high = __umulhi(c.z, 0xcd9e8d57u), other_low = c.z * 0xcd9e8d57u;
-    c = make_uint4(other_high ^ c.y ^ first, other_low, high ^ c.w ^ second, low);
+    const uint2 one = product(c.x, 0xd2511f53u), other = product(c.z, 0xcd9e8d57u);
+    c = make_uint4(other.y ^ c.y ^ first, other.x, one.y ^ c.w ^ second, one.x);
     first += 0x9e3779b9u;
     second += 0xbb67ae85u;
   }
   return c;
 }
 
-// bf16 bits of x, rounded away from 0 where `random`, of 16 bits, reaches the rest.
-__device__ inline uint32_t rounded(float x, uint32_t random) {
-  const uint32_t high = (__float_as_uint(x) + random) >> 16;
-  return isnan(x) ? 0x7fc0u : high;
-}
+// Where a lane's entries of a chunk are, in groups of 8 in a row, or 4; beyond the array's end the
+// chunk's first, which are loaded and not stored.
+template <bool kInRow>
+struct Place {
+  static constexpr int kParts = kInRow ? 1 : 2;
+  static constexpr uint32_t kGroup = kInRow ? 8 : 4;
+  uint32_t group[kParts], scale[kParts];
+  // Whether the part is within the array, and whether it begins a block.
+  bool is_within[kParts], is_first[kParts];
+
+  __device__ Place(const OptimizerArray& array, uint32_t chunk) {
+    const uint32_t log2 = array.block_log2;
+    const int64_t rest = array.size - int64_t{chunk} * kOptimizerChunk;
+    const uint32_t count = static_cast<uint32_t>(min(rest, int64_t{kOptimizerChunk}));
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t at = threadIdx.x % 32 * kGroup + 128 * part;
+      is_within[part] = at < count;
+      is_first[part] = is_within[part] && (at & ((1u << log2) - 1)) == 0;
+      at = is_within[part] ? at : 0;
+      group[part] = chunk * (kOptimizerChunk / kGroup) + at / kGroup;
+      scale[part] = (chunk << (8 - log2)) + (at >> log2);
+      // Kept rather than computed again by each access.
+      asm volatile("" : "+r"(group[part]), "+r"(scale[part]));
+    }
+  }
+};
 
 // Vectors are loaded and stored by intrinsics: the compiler splits plain accesses here into words.
 
-// Where a lane's 8 entries are: [first, first + 4) and [second, second + 4). `kWhole` says that all
-// of the warp's are within the array: without branches all loads begin before the first is waited for.
-template <bool kWhole>
-struct Place {
-  int64_t first, second, size;
+// A lane's 8 entries as they are in memory.
+template <class E, bool kInRow>
+struct Vectors {
+  static constexpr int kCount = kInRow && sizeof(E) == 2 ? 1 : 2;
+  using Vector = std::conditional_t<(sizeof(E) * 8 / kCount == 16), uint4, uint2>;
+  Vector of[kCount];
 
-  __device__ int64_t begin(int half) const { return half == 0 ? first : second; }
-  __device__ bool has(int64_t begin, int count) const { return kWhole || begin + count <= size; }
+  __device__ void load(const void* array, const Place<kInRow>& place) {
+    const Vector* from = static_cast<const Vector*>(array);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      of[i] = __ldcs(from + (kInRow ? size_t{place.group[0]} * kCount + i : place.group[i]));
+  }
+
+  __device__ void widen(float (&x)[8]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(E) == 4) {
+        x[4 * i] = __uint_as_float(of[i].x), x[4 * i + 1] = __uint_as_float(of[i].y);
+        x[4 * i + 2] = __uint_as_float(of[i].z), x[4 * i + 3] = __uint_as_float(of[i].w);
+      } else if constexpr (kInRow) {
+        unpack<E>(of[i], x);
+      } else {
+        const float2 low = unpacked<E>(of[i].x), high = unpacked<E>(of[i].y);
+        x[4 * i] = low.x, x[4 * i + 1] = low.y, x[4 * i + 2] = high.x, x[4 * i + 3] = high.y;
+      }
+    }
+  }
 };
-
-template <class E>
-__device__ inline void load4(const E* from, float (&x)[8], int at) {
-  if constexpr (sizeof(E) == 4) {
-    const float4 vector = __ldcs(reinterpret_cast<const float4*>(from));
-    x[at] = vector.x, x[at + 1] = vector.y, x[at + 2] = vector.z, x[at + 3] = vector.w;
-  } else {
-    const uint2 vector = __ldcs(reinterpret_cast<const uint2*>(from));
-    const float2 low = unpacked<E>(vector.x), high = unpacked<E>(vector.y);
-    x[at] = low.x, x[at + 1] = low.y, x[at + 2] = high.x, x[at + 3] = high.y;
-  }
-}
-
-// The lane's entries, 0 beyond the end. `kInRow` says that they are 8 in a row.
-template <bool kInRow, class E, bool kWhole>
-__device__ inline void load(const void* array, const Place<kWhole>& place, float (&x)[8]) {
-  const E* from = static_cast<const E*>(array);
-  if constexpr (kInRow && sizeof(E) == 2) {
-    if (place.has(place.first, 8)) {
-      unpack<E>(__ldcs(reinterpret_cast<const uint4*>(from + place.first)), x);
-      return;
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t begin = place.begin(half);
-    if (place.has(begin, 4)) {
-      load4<E>(from + begin, x, 4 * half);
-    } else {
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        x[4 * half + k] = begin + k < place.size ? to_float(from[begin + k]) : 0.0f;
-    }
-  }
-}
-
-template <bool kWhole>
-__device__ inline void store_floats(void* array, const Place<kWhole>& place, const float (&x)[8]) {
-  float* to = static_cast<float*>(array);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t begin = place.begin(half);
-    if (place.has(begin, 4)) {
-      __stcs(reinterpret_cast<float4*>(to + begin),
-             make_float4(x[4 * half], x[4 * half + 1], x[4 * half + 2], x[4 * half + 3]));
-    } else {
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        if (begin + k < place.size) to[begin + k] = x[4 * half + k];
-    }
-  }
-}
-
-// 8 bf16 in a row, from their bits.
-template <bool kWhole>
-__device__ inline void store_halves(void* array, const Place<kWhole>& place,
-                                    const uint32_t (&bits)[8]) {
-  uint16_t* to = static_cast<uint16_t*>(array) + place.first;
-  if (place.has(place.first, 8)) {
-    __stcs(reinterpret_cast<uint4*>(to),
-           make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
-                      bits[6] | bits[7] << 16));
-  } else {
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-      if (place.first + k < place.size) to[k] = static_cast<uint16_t>(bits[k]);
-  }
-}
 
 // The larger, NaN if one is.
 __device__ inline float larger(float x, float y) {
@@ -299,110 +290,90 @@ __device__ inline float larger(float x, float y) {
   return found;
 }
 
-// A lane's codes, and the scales of both halves.
-struct Codes {
-  uint32_t words[2];
-  float scales[2];
-};
+// The inverse of a scale; 0 of one below normal numbers, whose block is of zeros then.
+__device__ inline float inverse_of(uint32_t scale) {
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(__uint_as_float(scale)));
+  return __uint_as_float(scale) >= 1.17549435e-38f ? inverse : 0.0f;
+}
 
-// A moment in 8 bits. Sizes are multiples of 64, so that vectors are within the array or beyond it.
+// A moment of a lane's entries in 8 bits.
 template <bool kInRow, bool kSigned>
 struct Moment {
-  uint8_t* codes;
-  float* scales;
-  uint32_t block_log2;
-  const Lookup& lookup;
+  uint32_t words[2];
+  float scales[Place<kInRow>::kParts];
 
-  template <bool kWhole>
-  __device__ Codes fetch(const Place<kWhole>& place) const {
-    Codes of{};
+  __device__ void load(const void* codes, const float* all, const Place<kInRow>& place) {
     if constexpr (kInRow) {
-      if (place.has(place.first, 1)) {
-        const uint2 vector = __ldcs(reinterpret_cast<const uint2*>(codes + place.first));
-        of.words[0] = vector.x, of.words[1] = vector.y;
-        of.scales[0] = of.scales[1] = scales[place.first >> block_log2];
-      }
+      const uint2 both = __ldcs(static_cast<const uint2*>(codes) + place.group[0]);
+      words[0] = both.x, words[1] = both.y;
+      scales[0] = all[place.scale[0]];
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t begin = place.begin(half);
-        if (place.has(begin, 1)) {
-          of.words[half] = __ldcs(reinterpret_cast<const uint32_t*>(codes + begin));
-          of.scales[half] = scales[begin >> block_log2];
-        }
+        words[half] = __ldcs(static_cast<const uint32_t*>(codes) + place.group[half]);
+        scales[half] = all[place.scale[half]];
       }
     }
-    return of;
   }
 
-  // The moment times `factor`.
-  __device__ void decode(const Codes& of, float factor, float (&x)[8]) const {
-    const float scales[2] = {of.scales[0] * factor, of.scales[1] * factor};
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-      x[k] = lookup.value<kSigned>(of.words[k / 4], k % 4) * scales[k / 4];
+  // Entry k over its scale, and that.
+  __device__ float code(const Lookup& lookup, int k) const {
+    return lookup.template value<kSigned>(words[k / 4], k % 4);
   }
+  __device__ float scale(int k) const { return scales[kInRow ? 0 : k / 4]; }
 
-  // What entries of a block are multiplied by before they are looked up: kScale / scale.
-  __device__ static float inverse_of(float scale) {
-    float inverse;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-    return scale >= 1.17549435e-38f ? inverse * static_cast<float>(kScale<kSigned>) : 0.0f;
-  }
-
-  template <bool kWhole>
-  __device__ void store(const Place<kWhole>& place, const float (&x)[8]) const {
+  __device__ static void store(void* codes, float* all, uint32_t block_log2,
+                               const Place<kInRow>& place, const float (&x)[8],
+                               const Lookup& lookup) {
     const uint32_t lane = threadIdx.x % 32;
     // Bits of |x| are in the order of |x|, and NaN's are the largest.
     uint32_t most[2];
+    float inverses[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* of = x + 4 * half;
-      most[half] = __float_as_uint(
-          larger(larger(fabsf(of[0]), fabsf(of[1])), larger(fabsf(of[2]), fabsf(of[3]))));
+      const float all_of = larger(larger(fabsf(of[0]), fabsf(of[1])),
+                                  larger(fabsf(of[2]), fabsf(of[3])));
+      most[half] = place.is_within[kInRow ? 0 : half] ? __float_as_uint(all_of) : 0;
     }
-    if (!place.has(place.first, 1)) most[0] = 0;
-    if (!place.has(place.second, 1)) most[1] = 0;
-    if constexpr (kInRow) {
-      // Lanes of a block: 32, 16 or 8.
+    if (kInRow || block_log2 == 8) {
+      // Lanes of a block.
       const uint32_t lanes = 1u << (block_log2 - 3);
       const uint32_t members =
           lanes == 32 ? 0xffffffffu : ((1u << lanes) - 1) << (lane & ~(lanes - 1));
       most[0] = most[1] = __reduce_max_sync(members, max(most[0], most[1]));
-    } else if (block_log2 == 8) {
-      most[0] = most[1] = __reduce_max_sync(0xffffffffu, max(most[0], most[1]));
+      inverses[0] = inverses[1] = inverse_of(most[0]);
     } else {
       const uint32_t members = block_log2 == 7 ? 0xffffffffu : lane < 16 ? 0xffffu : 0xffff0000u;
-      most[0] = __reduce_max_sync(members, most[0]);
-      most[1] = __reduce_max_sync(members, most[1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most[half] = __reduce_max_sync(members, most[half]);
+        inverses[half] = inverse_of(most[half]);
+      }
     }
     uint32_t words[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float inverse = inverse_of(__uint_as_float(most[half]));
       uint32_t four[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) four[k] = lookup.magnitude<kSigned>(x[4 * half + k], inverse);
+      for (int k = 0; k < 4; ++k)
+        four[k] = lookup.template magnitude<kSigned>(x[4 * half + k], inverses[half]);
       words[half] = joined(four[0], four[1], four[2], four[3]);
       if constexpr (kSigned) words[half] = with_signs(words[half], x + 4 * half);
     }
-    const int64_t last = (int64_t{1} << block_log2) - 1;
     if constexpr (kInRow) {
-      if (place.has(place.first, 1)) {
-        __stcs(reinterpret_cast<uint2*>(codes + place.first), make_uint2(words[0], words[1]));
-        if ((place.first & last) == 0)
-          scales[place.first >> block_log2] = __uint_as_float(most[0]);
-      }
+      if (place.is_within[0])
+        __stcs(static_cast<uint2*>(codes) + place.group[0], make_uint2(words[0], words[1]));
     } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t begin = place.begin(half);
-        if (place.has(begin, 1)) {
-          __stcs(reinterpret_cast<uint32_t*>(codes + begin), words[half]);
-          if ((begin & last) == 0) scales[begin >> block_log2] = __uint_as_float(most[half]);
-        }
-      }
+      for (int half = 0; half < 2; ++half)
+        if (place.is_within[half])
+          __stcs(static_cast<uint32_t*>(codes) + place.group[half], words[half]);
     }
+#pragma unroll
+    for (int part = 0; part < Place<kInRow>::kParts; ++part)
+      if (place.is_first[part]) all[place.scale[part]] = __uint_as_float(most[part]);
   }
 };
 
@@ -419,90 +390,95 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-// A step of a lane's entries.
-template <class P, class G, bool kWhole>
-__device__ inline void step(const OptimizerArray& array, const OptimizerScalars& s, uint32_t leaf,
-                            const Lookup& lookup, const Place<kWhole>& place) {
-  constexpr bool kInRow = sizeof(P) == 2;
-  const float decay = leaf % 2 != 0 ? s.weight_decay : 0.0f;
-  const Moment<kInRow, true> mu{static_cast<uint8_t*>(array.mu), array.mu_scales,
-                                array.block_log2, lookup};
-  const Moment<kInRow, false> nu{static_cast<uint8_t*>(array.nu), array.nu_scales,
-                                 array.block_log2, lookup};
-  float g[8], p[8], m[8], v[8];
-  load<kInRow, G>(array.grads, place, g);
-  load<kInRow, P>(array.params, place, p);
-  const Codes of_mu = mu.fetch(place), of_nu = nu.fetch(place);
-  mu.decode(of_mu, s.b1, m);
-  nu.decode(of_nu, s.b2, v);
+// Words of 8 bf16, each rounded away from 0 where 16 random bits reach the rest.
+__device__ inline void round_stochastically(float (&x)[8], uint4 drawn, uint32_t (&words)[4]) {
+  // Random bits would carry out of NaN's.
+  const float sum = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  if (isnan(sum)) {
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    g[k] *= s.clip;
-    m[k] = s.rest1 * g[k] + m[k];
-    v[k] = s.rest2 * (g[k] * g[k]) + v[k];
-    const float below = root(v[k] * s.nu_scale + s.eps_root) + s.eps;
-    const float step = (s.mu_scale * m[k] + s.grad_scale * g[k]) * reciprocal(below);
-    p[k] -= s.learning_rate * (step + decay * p[k]);
+    for (int k = 0; k < 8; ++k) x[k] = isnan(x[k]) ? __uint_as_float(0x7fc00000u) : x[k];
   }
-  mu.store(place, m);
-  nu.store(place, v);
-  if constexpr (std::is_same_v<P, float>) {
-    store_floats(array.params, place, p);
-  } else {
-    uint32_t bits[8];
-    if (s.rounds != 0) {
-      const uint4 drawn = philox(static_cast<uint32_t>(place.first / 8), leaf / 2, s.step, s.seed);
-      const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+  const uint32_t random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
-      for (int k = 0; k < 8; ++k)
-        bits[k] = rounded(p[k], k % 2 == 0 ? words[k / 2] & 0xffffu : words[k / 2] >> 16);
-    } else {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) bits[k] = __bfloat16_as_ushort(__float2bfloat16_rn(p[k]));
-    }
-    store_halves(array.params, place, bits);
-  }
+  for (int k = 0; k < 4; ++k)
+    words[k] = __byte_perm(__float_as_uint(x[2 * k]) + (random[k] & 0xffffu),
+                           __float_as_uint(x[2 * k + 1]) + (random[k] >> 16), 0x7632);
 }
 
-// The last array whose first tile is not after this CTA's.
-__device__ inline uint32_t array_of_tile(const OptimizerArguments& a) {
-  uint32_t low = 0, high = a.arrays;
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    if (a.array[middle].first_tile <= blockIdx.x) {
-      low = middle;
+template <class P>
+__device__ inline void store_params(void* array, const Place<sizeof(P) == 2>& place, float (&p)[8],
+                                    const OptimizerScalars& s, uint32_t leaf) {
+  if constexpr (std::is_same_v<P, float>) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (place.is_within[half])
+        __stcs(static_cast<float4*>(array) + place.group[half],
+               make_float4(p[4 * half], p[4 * half + 1], p[4 * half + 2], p[4 * half + 3]));
+  } else {
+    uint32_t words[4];
+    if (s.rounds != 0) {
+      round_stochastically(p, philox(place.group[0], leaf / 2, s.step, s.seed), words);
     } else {
-      high = middle;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = packed<P>(p[2 * k], p[2 * k + 1]);
     }
+    if (place.is_within[0])
+      __stcs(static_cast<uint4*>(array) + place.group[0],
+             make_uint4(words[0], words[1], words[2], words[3]));
   }
-  return low;
 }
 
 template <class P, class G>
 __device__ inline void adamw(const OptimizerArguments& a) {
+  extern __shared__ __align__(16) unsigned char shared[];
   constexpr bool kInRow = sizeof(P) == 2;
-  __shared__ Table table;
-  constexpr uint32_t words = sizeof(Table) / sizeof(uint4);
-  const uint4* from = reinterpret_cast<const uint4*>(&kTable);
-  uint4* to = reinterpret_cast<uint4*>(&table);
-  for (uint32_t i = threadIdx.x; i < words; i += kOptimizerThreads) to[i] = from[i];
-  __syncthreads();
-  const Lookup lookup(table);
-  const uint32_t index = array_of_tile(a);
-  const OptimizerArray& array = a.array[index];
   const OptimizerScalars s = *reinterpret_cast<const OptimizerScalars*>(a.scalars);
-  const uint32_t leaf = static_cast<uint32_t>(a.leaves[index]);
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x - array.first_tile) * kOptimizerTile;
-  const int64_t size = array.size, end = min(tile + int64_t{kOptimizerTile}, size);
-  for (int64_t begin = tile + warp * 256; begin < end; begin += kOptimizerThreads * 8) {
-    const int64_t first = begin + (kInRow ? 8 : 4) * lane;
-    const int64_t second = first + (kInRow ? 4 : 128);
-    if (begin + 256 <= size) {
-      step<P, G>(array, s, leaf, lookup, Place<true>{first, second, size});
-    } else {
-      step<P, G>(array, s, leaf, lookup, Place<false>{first, second, size});
+  const float rest1 = s.rest1 * s.clip, root_rest2 = sqrtf(s.rest2) * s.clip;
+  const float along_mu = s.learning_rate * s.mu_scale;
+  const float along_grad = s.learning_rate * s.grad_scale * s.clip;
+  const float kept = 1.0f - s.learning_rate * s.weight_decay;
+
+  Vectors<G, kInRow> grads;
+  Vectors<P, kInRow> params;
+  Moment<kInRow, true> mu;
+  Moment<kInRow, false> nu;
+  constexpr uint32_t kWarps = kOptimizerThreads / 32;
+  // The same for all lanes, as the compiler sees by the shuffle.
+  uint32_t chunk = __shfl_sync(0xffffffffu, blockIdx.x * kWarps + threadIdx.x / 32, 0);
+  uint32_t index = 0;
+  const auto load = [&] {
+    while (index + 1 < a.arrays && a.array[index + 1].first_chunk <= chunk) ++index;
+    const OptimizerArray& array = a.array[index];
+    const Place<kInRow> place(array, chunk - array.first_chunk);
+    grads.load(array.grads, place);
+    params.load(array.params, place);
+    mu.load(array.mu, array.mu_scales, place);
+    nu.load(array.nu, array.nu_scales, place);
+  };
+  if (chunk < a.chunks) load();
+  const Lookup lookup(shared);
+  while (chunk < a.chunks) {
+    const OptimizerArray& array = a.array[index];
+    const uint32_t leaf = static_cast<uint32_t>(__ldg(a.leaves + index));
+    const Place<kInRow> place(array, chunk - array.first_chunk);
+    float g[8], p[8], m[8], v[8];
+    grads.widen(g);
+    params.widen(p);
+    const float keep = leaf % 2 != 0 ? kept : 1.0f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      m[k] = fmaf(mu.code(lookup, k), mu.scale(k) * s.b1, rest1 * g[k]);
+      const float part = root_rest2 * g[k];
+      v[k] = fmaf(part, part, nu.code(lookup, k) * (nu.scale(k) * s.b2));
+      const float below = root(fmaf(v[k], s.nu_scale, s.eps_root)) + s.eps;
+      const float step = fmaf(along_mu, m[k], along_grad * g[k]);
+      p[k] = fmaf(-step, reciprocal(below), keep * p[k]);
     }
+    store_params<P>(array.params, place, p, s, leaf);
+    chunk += gridDim.x * kWarps;
+    if (chunk < a.chunks) load();
+    mu.store(array.mu, array.mu_scales, array.block_log2, place, m, lookup);
+    nu.store(array.nu, array.nu_scales, array.block_log2, place, v, lookup);
   }
 }
 

@@ -19,7 +19,7 @@ mirror! {
         mu_scales: *mut f32,
         nu_scales: *mut f32,
         size: i64,
-        first_tile: u32,
+        first_chunk: u32,
         block_log2: u32,
     }
 }
@@ -30,15 +30,16 @@ mirror! {
         scalars: *const i32,
         leaves: *const i32,
         arrays: u32,
-        unused: u32,
+        chunks: u32,
         array: [Array; 256],
     }
 }
 
 numbers! {
     ARRAYS: u32 = kOptimizerArrays, 256;
-    THREADS: u32 = kOptimizerThreads, 256;
-    TILE: u32 = kOptimizerTile, 8192;
+    THREADS: u32 = kOptimizerThreads, 896;
+    CHUNK: u32 = kOptimizerChunk, 256;
+    SHARED_BYTES: u32 = kOptimizerSharedBytes, 98_560;
 }
 
 impl Array {
@@ -50,7 +51,7 @@ impl Array {
         mu_scales: null_mut(),
         nu_scales: null_mut(),
         size: 0,
-        first_tile: 0,
+        first_chunk: 0,
         block_log2: 0,
     };
 }
@@ -126,14 +127,21 @@ impl AdamW8bit {
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
         let kernel = unsafe { self.kernel(stream) }?;
+        let most = Device::current()?.limits().multiprocessors;
         for (index, some) in parameters.chunks(ARRAYS as usize).enumerate() {
             let leaves = leaves.wrapping_add(index * ARRAYS as usize);
-            let (arguments, tiles) = arguments(scalars, leaves, some)?;
-            if tiles == 0 {
+            let arguments = arguments(scalars, leaves, some)?;
+            let ctas = arguments.chunks.div_ceil(THREADS / 32).min(most);
+            if ctas == 0 {
                 continue;
             }
-            let extent =
-                Extent { ctas: tiles, rows: 1, threads: THREADS, shared_bytes: 0, cluster: None };
+            let extent = Extent {
+                ctas,
+                rows: 1,
+                threads: THREADS,
+                shared_bytes: SHARED_BYTES,
+                cluster: None,
+            };
             // SAFETY: passed on from this function's contract.
             unsafe { Driver::get()?.launch(kernel, extent, stream, &*arguments) }?;
         }
@@ -149,32 +157,39 @@ impl AdamW8bit {
     }
 }
 
-/// The arguments of a launch for 256 parameters at most, and its tiles.
+/// The arguments of a launch for 256 parameters at most.
 fn arguments(
     scalars: *const i32,
     leaves: *const i32,
     parameters: &[Parameter],
-) -> Result<(Box<Arguments>, u32)> {
-    let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
+) -> Result<Box<Arguments>> {
     let mut table = Box::new(Arguments {
         scalars,
         leaves,
         arrays: parameters.len() as u32,
-        unused: 0,
+        chunks: 0,
         array: [Array::NONE; 256],
     });
-    let mut tiles = 0_u64;
+    let mut chunks = 0_u64;
     for (row, one) in table.array.iter_mut().zip(parameters) {
-        *row = array(one, u32::try_from(tiles).map_err(|_| too_many(parameters.len(), largest))?)?;
-        tiles += one.size.div_ceil(TILE as usize) as u64;
+        *row = array(one, chunks as u32)?;
+        chunks += one.size.div_ceil(CHUNK as usize) as u64;
     }
-    // The grid's largest extent.
-    let tiles = u32::try_from(tiles).ok().filter(|&tiles| tiles <= i32::MAX.cast_unsigned());
-    tiles.map(|tiles| (table, tiles)).ok_or_else(|| too_many(parameters.len(), largest))
+    // Kernels count groups of 4 entries in 32 bits.
+    let chunks = u32::try_from(chunks).ok().filter(|&chunks| chunks < 1 << 26);
+    table.chunks = chunks.ok_or_else(|| {
+        let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
+        Error::Problem(xentile::Error::Shape {
+            tokens: parameters.len(),
+            vocab: largest,
+            requirement: "all parameters of a launch must have below 2^34 entries",
+        })
+    })?;
+    Ok(table)
 }
 
 /// A row of the table.
-fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
+fn array(of: &Parameter, first_chunk: u32) -> Result<Array> {
     let State { mu, mu_scales, nu, nu_scales, block } = of.state;
     if !BLOCKS.contains(&block) || !of.size.is_multiple_of(block) {
         return Err(Error::Problem(xentile::Error::Shape {
@@ -199,16 +214,8 @@ fn array(of: &Parameter, first_tile: u32) -> Result<Array> {
         mu_scales,
         nu_scales,
         size: of.size as i64,
-        first_tile,
+        first_chunk,
         block_log2: block.ilog2(),
-    })
-}
-
-fn too_many(arrays: usize, largest: usize) -> Error {
-    Error::Problem(xentile::Error::Shape {
-        tokens: arrays,
-        vocab: largest,
-        requirement: "the tiles of all parameters must fit a grid",
     })
 }
 
@@ -228,13 +235,13 @@ mod tests {
     }
 
     #[test]
-    fn tiles_follow_each_other() {
+    fn chunks_follow_each_other() {
         let null = std::ptr::null();
-        let sizes = [8192, 0, 64, 8256];
+        let sizes = [256, 0, 64, 320];
         let all = sizes.map(|size| quantized(size, 64));
-        let (table, tiles) = arguments(null, null, &all).unwrap();
-        assert_eq!(tiles, 4);
-        let first: Vec<_> = table.array[..4].iter().map(|row| row.first_tile).collect();
+        let table = arguments(null, null, &all).unwrap();
+        assert_eq!(table.chunks, 4);
+        let first: Vec<_> = table.array[..4].iter().map(|row| row.first_chunk).collect();
         assert_eq!(first, [0, 1, 1, 2]);
         assert_eq!(table.array[0].block_log2, 6);
     }
@@ -250,6 +257,6 @@ mod tests {
         assert_eq!(error, "`params` is at 0x2004; it must be at a multiple of 16");
         let many = quantized(usize::MAX / 2 / 256 * 256, 256);
         let error = arguments(std::ptr::null(), std::ptr::null(), &[many]).unwrap_err();
-        assert!(error.to_string().contains("must fit a grid"), "{error}");
+        assert!(error.to_string().contains("below 2^34 entries"), "{error}");
     }
 }
