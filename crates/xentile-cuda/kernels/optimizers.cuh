@@ -428,6 +428,20 @@ __device__ inline void store_params(void* array, const Place<sizeof(P) == 2>& pl
   }
 }
 
+// The last array whose first chunk is not after this one.
+__device__ inline uint32_t array_of(const OptimizerArguments& a, uint32_t chunk) {
+  uint32_t low = 0, high = a.arrays;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (a.array[middle].first_chunk <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 template <class P, class G>
 __device__ inline void adamw(const OptimizerArguments& a) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -445,7 +459,7 @@ __device__ inline void adamw(const OptimizerArguments& a) {
   constexpr uint32_t kWarps = kOptimizerThreads / 32;
   // The same for all lanes, as the compiler sees by the shuffle.
   uint32_t chunk = __shfl_sync(0xffffffffu, blockIdx.x * kWarps + threadIdx.x / 32, 0);
-  uint32_t index = 0;
+  uint32_t index = array_of(a, chunk);
   const auto load = [&] {
     while (index + 1 < a.arrays && a.array[index + 1].first_chunk <= chunk) ++index;
     const OptimizerArray& array = a.array[index];
