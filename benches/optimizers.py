@@ -4,7 +4,7 @@
 
 Parameters and gradients are those of a preset of examples/train, layer by layer, in float32, or in
 bfloat16 rounded stochastically. Each program takes its state's memory for the state after it, and
-makes some steps: to start one with all arrays of a model takes the host 2 ms, as long as a GPU's
+on GPUs makes some steps: to start one with all arrays of a model takes the host 2 ms, as long as a
 step. A copy is of the bytes that an update must read and write: 28 a float32 parameter for AdamW,
 16 with 8-bit state, 10 for bfloat16 parameters and gradients with it. On CPUs AdamW's kernels are
 beside XLA's program, `implementation="reference"`. Programs of PyTorch and torchao run where they
@@ -33,7 +33,7 @@ BYTES = {
     "adamw8bit, bfloat16": 10,
     **dict(zip(TORCH, (28, 16, 10), strict=True)),
 }
-# Steps of a program, but for Muon's, which take longer than to start them.
+# Steps of a program on GPUs, but for Muon's, which take longer than to start them.
 STEPS = 4
 
 
@@ -77,7 +77,7 @@ def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
     params = [draw(key, shape) for key, shape in zip(keys[::2], shapes, strict=True)]
     grads = [draw(key, shape) for key, shape in zip(keys[1::2], shapes, strict=True)]
     held: dict[str, list[Any]] = {}
-    count = STEPS if name in BYTES else 1
+    count = STEPS if name in BYTES and jax.default_backend() != "cpu" else 1
 
     def start_of(part: str, **options: Any) -> tuple[Any, Callable[[], Any]]:
         init, step = step_of(name, **options)
