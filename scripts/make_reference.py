@@ -282,7 +282,8 @@ def array(first: str, own: Collection[str], one: Mapping[str, Any]) -> str:
     elif isinstance(dtype, dict) and dtype.get("like") in own:
         words += f" like {dtype['like']}"
     if isinstance(given, dict):
-        words += f" (with {given.get('where') or given['with']})"
+        ((how, name),) = given.items()
+        words += f" ({'without' if how == 'unless' else 'with'} {name})"
     return f"{words} (optional)" if given == "optional" else words
 
 

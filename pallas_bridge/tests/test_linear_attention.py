@@ -294,7 +294,7 @@ def test_groups_of_few_heads_run_at_once() -> None:
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 8192, 8), (1, 8, 128, 128))
     )
     options = Options(1.0, False)
-    assert calls.Call.of(options, [rows] * 3 + [small, state], None).groups == 4
+    assert calls.Call.of(options, [rows] * 3 + [small, state], None).groups == 16
     # The delta rule has a chain of groups.
     assert calls.Call.of(options, [rows] * 3 + [small] * 2 + [state], None).groups == 1
 

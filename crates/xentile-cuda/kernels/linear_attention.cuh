@@ -1,13 +1,12 @@
 // Linear attention and the gated delta rule in chunks of kLinearChunk tokens. Names are those of the formulas in program.py
 // of the package pallas_bridge.
 //
-// The forward pass of one token is `Step`. Without b, that of several is the decays and `Forward`. Everything else runs in
-// groups of chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each chunk and head compute
-// everything that does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of values, computes
-// the rest:
+// The forward pass of one token is `Step`; without b, linear_attention_sums.cuh has all others. With b, they run in groups of
+// chunks, so that arrays between kernels stay small. In a group, kernels with a CTA for each chunk and head compute everything
+// that does not depend on states; a chain, with a CTA for each head and kLinearSlice columns of values, computes the rest:
 //
 //   forward:  decays, prepare, chain, outputs
-//   backward: decays, prepare (delta), chain, local gradients (delta), reverse, gradients, and sums of heads that share keys
+//   backward: decays, prepare, chain, local gradients, reverse, gradients, and sums of heads that share keys
 //
 // States are f32 in the registers of a chain. In chains and gradients, computed matrices are the sums of two in bf16, so that
 // no error grows from chunk to chunk, and dg and db, sums whose terms cancel, have none of bf16's. o reads states in bf16.
@@ -54,6 +53,9 @@ struct LinearAttentionArguments {
   float* db;
   float* dq_parts;  // [M, N, 64, K]; null where heads share no keys
   float* dk_parts;
+  // Without b.
+  float* group_dstates;  // [M, groups, K, V], before each group
+  float* exponents;      // [M, all chunks, 4, 64]: x in up to two slices each of dq and dk
   int64_t tokens;
   int64_t before_stride;  // elements from one M to the next
   int64_t after_stride;
@@ -66,12 +68,13 @@ struct LinearAttentionArguments {
   uint32_t chunks;  // of the group
   uint32_t sequences;
   float scale;
-  uint32_t reversed;  // CTAs of `chains` from which on they run backwards
+  uint32_t groups;  // that a launch has, from `first` on; without b
 };
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs.
 inline constexpr uint32_t kLinearChunk = 64;
 inline constexpr uint32_t kLinearSlice = 32;
+inline constexpr uint32_t kLinearSumColumns = 64;
 inline constexpr uint32_t kLinearThreads = 256;
 // CTAs that add up a chunk of heads that share keys.
 inline constexpr uint32_t kLinearParts = 8;
@@ -593,22 +596,20 @@ __device__ inline void copy_inverse(Bits* to, const Arguments& a, const ChunkInd
 }
 
 // States from chunk to chunk, and the values that enter them.
-template <int K, int V, bool kDelta>
+template <int K, int V>
 struct Chain {
-  static constexpr int kStages = kDelta ? 2 : 3;
-  static constexpr int kInverse = kDelta ? 2 * kChunk * kChunkPitch : 0;
-  static constexpr int kSolved = kDelta ? kChunk * kSlicePitch : 0;
+  static constexpr int kStages = 2;
 
   struct Stage {
     Bits k[kChunk * (K + kGap)];
     Bits v[kChunk * kSlicePitch];
     float decays[kDecays];
-    Bits inverse[kInverse + 8];
+    Bits inverse[2 * kChunk * kChunkPitch];
   };
 
   Stage stages[kStages];
   Bits state[2][K * kSlicePitch];
-  Bits unseen[2][kSolved + 8];
+  Bits unseen[2][kChunk * kSlicePitch];
   Bits values[2][kChunk * kSlicePitch];
 
   __device__ void load(const Arguments& a, const ChunkIndex& index, int column) {
@@ -623,14 +624,14 @@ struct Chain {
         static_cast<const Bits*>(a.v) + index.row(a, a.heads, index.head, V) + column,
         int64_t{a.heads} * V, count);
     copy_decays(stage.decays, index.decays(a));
-    if constexpr (kDelta) copy_inverse(stage.inverse, a, index);
+    copy_inverse(stage.inverse, a, index);
   }
 
-  __device__ static void run(const Arguments& a, uint32_t cta) {
+  __device__ static void run(const Arguments& a) {
     Chain& s = *reinterpret_cast<Chain*>(mma::shared_memory());
     constexpr int kSlices = V / kSlice;
-    const int64_t sequence_head = cta / kSlices;
-    const int column = static_cast<int>(cta % kSlices) * kSlice;
+    const int64_t sequence_head = blockIdx.x / kSlices;
+    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
     if (!s.template compute<false>(a, sequence_head, column)) s.compute_exactly(a, sequence_head, column);
   }
 
@@ -660,44 +661,40 @@ struct Chain {
       const Stage& stage = s.stages[c % kStages];
       const Decays decays{stage.decays};
       write_state<K, V>(static_cast<Bits*>(a.states) + index.slot(a) * parts * K * V + column, s.state, parts > 1);
-      if constexpr (kDelta) {
-        Sums<2> seen, values;
-        clear(seen);
-        clear(values);
-        add_product(seen, Matrix<false>{stage.k, K + kGap}, row,
-                    Matrix<false, true>{s.state[0], kSlicePitch, s.state[1]}, part, 0, K);
+      Sums<2> seen, values;
+      clear(seen);
+      clear(values);
+      add_product(seen, Matrix<false>{stage.k, K + kGap}, row,
+                  Matrix<false, true>{s.state[0], kSlicePitch, s.state[1]}, part, 0, K);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = row + row_of(i);
-          const float from_start = decays.from_start(r), b = decays.b(r);
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i);
+        const float from_start = decays.from_start(r), b = decays.b(r);
 #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const float v = bits_to_float(stage.v[r * kSlicePitch + part + n * 8 + column_of(i)]);
-            seen[n][i] = b * (v - from_start * seen[n][i]);
-          }
+        for (int n = 0; n < 2; ++n) {
+          const float v = bits_to_float(stage.v[r * kSlicePitch + part + n * 8 + column_of(i)]);
+          seen[n][i] = b * (v - from_start * seen[n][i]);
         }
-        store_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
-        __syncthreads();
-        add_triangle<false, kExact>(
-            values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
-            Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part);
-        Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * parts * kChunk * V + column + part;
+      }
+      store_tiles(s.unseen[0], s.unseen[1], kSlicePitch, row, part, seen);
+      __syncthreads();
+      add_triangle<false, kExact>(
+          values, Matrix<false, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
+          Matrix<false, true>{s.unseen[0], kSlicePitch, s.unseen[1]}, part);
+      Bits* to = static_cast<Bits*>(a.values) + index.slot(a) * parts * kChunk * V + column + part;
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const int r = row + row_of(i);
-          const float to_end = decays.to_end(r);
+      for (int i = 0; i < 4; i += 2) {
+        const int r = row + row_of(i);
+        const float to_end = decays.to_end(r);
 #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const int at = n * 8 + column_of(i);
-            const Split split(values[n][i], values[n][i + 1]);
-            *reinterpret_cast<uint32_t*>(to + r * V + at) = split.high;
-            if (parts > 1) *reinterpret_cast<uint32_t*>(to + (kChunk + r) * V + at) = split.low;
-            store_split(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
-                to_end * values[n][i + 1]);
-          }
+        for (int n = 0; n < 2; ++n) {
+          const int at = n * 8 + column_of(i);
+          const Split split(values[n][i], values[n][i + 1]);
+          *reinterpret_cast<uint32_t*>(to + r * V + at) = split.high;
+          if (parts > 1) *reinterpret_cast<uint32_t*>(to + (kChunk + r) * V + at) = split.low;
+          store_split(s.values[0], s.values[1], r * kSlicePitch + part + at, to_end * values[n][i],
+              to_end * values[n][i + 1]);
         }
-      } else {
-        scale_rows(s.values[0], s.values[1], stage.v, [&](int r) { return decays.to_end(r); });
       }
       __syncthreads();
       state.scale(decays.total());
@@ -705,34 +702,32 @@ struct Chain {
       state.share(s.state[0], s.state[1]);
     }
     mma::wait<0>();
-    if (kDelta && !kExact && __syncthreads_or(!state.is_finite())) return false;
+    if (!kExact && __syncthreads_or(!state.is_finite())) return false;
     if (a.after != nullptr) state.write(a.after + sequence_head * a.after_stride + column, V);
     return true;
   }
 };
 
 // The gradients of states from chunk to chunk, backwards, and those of the values before the inverse.
-template <int K, int V, bool kDelta>
+template <int K, int V>
 struct Reverse {
-  static constexpr int kStages = kDelta ? 2 : 3;
-  static constexpr int kInverse = kDelta ? 2 * kChunk * kChunkPitch : 0;
-  static constexpr int kSolved = kDelta ? kChunk * kSlicePitch : 0;
+  static constexpr int kStages = 2;
   static constexpr int kLocalPitch = kSlice + 4;
 
   struct Stage {
     Bits q[kChunk * (K + kGap)];
     Bits dout[kChunk * kSlicePitch];
     float decays[kDecays];
-    Bits k[kDelta ? kChunk * (K + kGap) : 8];
-    Bits inverse[kInverse + 8];
-    float dvalues_local[kDelta ? kChunk * kLocalPitch : 4];
+    Bits k[kChunk * (K + kGap)];
+    Bits inverse[2 * kChunk * kChunkPitch];
+    float dvalues_local[kChunk * kLocalPitch];
   };
 
   Stage stages[kStages];
   Bits dstate[2][K * kSlicePitch];
   Bits dseen[2][kChunk * kSlicePitch];
-  Bits dvalues[2][kSolved + 8];
-  Bits dsolved[2][kSolved + 8];
+  Bits dvalues[2][kChunk * kSlicePitch];
+  Bits dsolved[2][kChunk * kSlicePitch];
 
   __device__ void load(const Arguments& a, const ChunkIndex& index, int column) {
     Stage& stage = stages[index.chunk % kStages];
@@ -744,22 +739,20 @@ struct Reverse {
         static_cast<const Bits*>(a.dout) + index.row(a, a.heads, index.head, V) + column,
         int64_t{a.heads} * V, count);
     copy_decays(stage.decays, index.decays(a));
-    if constexpr (kDelta) {
-      copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
-      copy_inverse(stage.inverse, a, index);
-      const float* from = a.dvalues_local + index.slot(a) * kChunk * V + column;
-      for (int at = threadIdx.x; at < kChunk * (kSlice / 4); at += kThreads) {
-        const int row = at / (kSlice / 4), c = at % (kSlice / 4) * 4;
-        mma::copy(stage.dvalues_local + row * kLocalPitch + c, from + row * V + c, true);
-      }
+    copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, static_cast<const Bits*>(a.k) + keys, stride, count);
+    copy_inverse(stage.inverse, a, index);
+    const float* from = a.dvalues_local + index.slot(a) * kChunk * V + column;
+    for (int at = threadIdx.x; at < kChunk * (kSlice / 4); at += kThreads) {
+      const int row = at / (kSlice / 4), c = at % (kSlice / 4) * 4;
+      mma::copy(stage.dvalues_local + row * kLocalPitch + c, from + row * V + c, true);
     }
   }
 
-  __device__ static void run(const Arguments& a, uint32_t cta) {
+  __device__ static void run(const Arguments& a) {
     Reverse& s = *reinterpret_cast<Reverse*>(mma::shared_memory());
     constexpr int kSlices = V / kSlice;
-    const int64_t sequence_head = cta / kSlices;
-    const int column = static_cast<int>(cta % kSlices) * kSlice;
+    const int64_t sequence_head = blockIdx.x / kSlices;
+    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
     if (!s.template compute<false>(a, sequence_head, column)) s.compute_exactly(a, sequence_head, column);
   }
 
@@ -792,49 +785,47 @@ struct Reverse {
       write_state<K, V>(static_cast<Bits*>(a.dstates) + index.slot(a) * 2 * K * V + column, s.dstate, true);
       scale_rows(s.dseen[0], s.dseen[1], stage.dout,
                  [&](int r) { return a.scale * decays.from_start(r); });
-      if constexpr (kDelta) {
-        Sums<2> dvalues, dsolved;
-        clear(dvalues);
-        clear(dsolved);
-        add_product(dvalues, Matrix<false>{stage.k, K + kGap}, row,
-                    Matrix<false, true>{s.dstate[0], kSlicePitch, s.dstate[1]}, part, 0, K);
+      Sums<2> dvalues, dsolved;
+      clear(dvalues);
+      clear(dsolved);
+      add_product(dvalues, Matrix<false>{stage.k, K + kGap}, row,
+                  Matrix<false, true>{s.dstate[0], kSlicePitch, s.dstate[1]}, part, 0, K);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = row + row_of(i);
-          const float to_end = decays.to_end(r);
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + row_of(i);
+        const float to_end = decays.to_end(r);
 #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const float dvalues_local = stage.dvalues_local[r * kLocalPitch + part + n * 8 + column_of(i)];
-            dvalues[n][i] = dvalues_local + to_end * dvalues[n][i];
-          }
+        for (int n = 0; n < 2; ++n) {
+          const float dvalues_local = stage.dvalues_local[r * kLocalPitch + part + n * 8 + column_of(i)];
+          dvalues[n][i] = dvalues_local + to_end * dvalues[n][i];
         }
-        store_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
-        __syncthreads();
-        add_triangle<true, kExact>(
-            dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
-            Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part);
-        Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * 2 * kChunk * V + column + part;
+      }
+      store_tiles(s.dvalues[0], s.dvalues[1], kSlicePitch, row, part, dvalues);
+      __syncthreads();
+      add_triangle<true, kExact>(
+          dsolved, Matrix<true, true>{stage.inverse, kChunkPitch, stage.inverse + kChunk * kChunkPitch}, row,
+          Matrix<false, true>{s.dvalues[0], kSlicePitch, s.dvalues[1]}, part);
+      Bits* to = static_cast<Bits*>(a.dsolved) + index.slot(a) * 2 * kChunk * V + column + part;
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const int r = row + row_of(i);
-          const float factor = -decays.from_start(r) * decays.b(r);
+      for (int i = 0; i < 4; i += 2) {
+        const int r = row + row_of(i);
+        const float factor = -decays.from_start(r) * decays.b(r);
 #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const int at = n * 8 + column_of(i);
-            store_split(to, to + kChunk * V, r * V + at, dsolved[n][i], dsolved[n][i + 1]);
-            store_split(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
-                factor * dsolved[n][i + 1]);
-          }
+        for (int n = 0; n < 2; ++n) {
+          const int at = n * 8 + column_of(i);
+          store_split(to, to + kChunk * V, r * V + at, dsolved[n][i], dsolved[n][i + 1]);
+          store_split(s.dsolved[0], s.dsolved[1], r * kSlicePitch + part + at, factor * dsolved[n][i],
+              factor * dsolved[n][i + 1]);
         }
       }
       __syncthreads();
       dstate.scale(decays.total());
       dstate.add(stage.q, s.dseen[0], s.dseen[1]);
-      if constexpr (kDelta) dstate.add(stage.k, s.dsolved[0], s.dsolved[1]);
+      dstate.add(stage.k, s.dsolved[0], s.dsolved[1]);
       dstate.share(s.dstate[0], s.dstate[1]);
     }
     mma::wait<0>();
-    if (kDelta && !kExact && __syncthreads_or(!dstate.is_finite())) return false;
+    if (!kExact && __syncthreads_or(!dstate.is_finite())) return false;
     dstate.write(a.dbefore + sequence_head * a.dbefore_stride + column, V);
     return true;
   }
@@ -896,271 +887,6 @@ __device__ inline void store_rounded(Bits* to, int pitch, const Sums<kTiles>& su
     for (int i = 0; i < 4; i += 2) {
       *reinterpret_cast<uint32_t*>(to + row_of(i) * pitch + n * 8 + column_of(i)) = mma::pack(sums[n][i], sums[n][i + 1]);
     }
-  }
-}
-
-// o and the state after each group, without b: a CTA has a head and kSlice columns of values. Four warps have o, 16 rows of a
-// chunk each; four have the state, in f32, and share it in bf16 for the next chunk. The group of `Arguments` is the first.
-//
-// Where few heads leave multiprocessors idle, a CTA has a group too, in two passes: kSums makes the states after groups from
-// states of 0 (but for the first), `combine` adds to each what the one before it becomes, and kOutputs begins with these.
-enum class Part { kWhole, kSums, kOutputs };
-
-template <int K, int V, Part kPart>
-struct Forward {
-  static constexpr bool kGrouped = kPart != Part::kWhole;
-  static constexpr int kTiles = kSlice / 8;
-  static constexpr int kStateRows = K / 4;
-
-  struct Stage {
-    Bits q[kChunk * (K + kGap)];
-    Bits k[kChunk * (K + kGap)];
-    Bits v[kChunk * kSlicePitch];
-    float decays[kDecays];
-  };
-
-  // Of a chunk and the one after it.
-  Stage stages[2];
-  Bits state[2][K * kSlicePitch];
-
-  // A warp's rows of the state.
-  struct Rows {
-    Sums<kTiles> x[kStateRows / 16];
-
-    // Calls `each` with the row and column of a pair, and the pair.
-    template <class Each>
-    __device__ void for_pairs(int row, Each each) {
-#pragma unroll
-      for (int t = 0; t < kStateRows / 16; ++t) {
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; i += 2) {
-            each(row + t * 16 + row_of(i), n * 8 + column_of(i), x[t][n][i], x[t][n][i + 1]);
-          }
-        }
-      }
-    }
-
-    __device__ void share(Bits* to, int row) {
-      for_pairs(row, [&](int r, int c, float left, float right) {
-        *reinterpret_cast<uint32_t*>(to + r * kSlicePitch + c) = mma::pack(left, right);
-      });
-    }
-
-    // Adds a chunk.
-    __device__ void add(const Stage& stage, int row) {
-      const Decays decays{stage.decays};
-      const float total = decays.total();
-      for_pairs(row, [&](int, int, float& left, float& right) { left *= total, right *= total; });
-#pragma unroll
-      for (int k = 0; k < kChunk; k += 16) {
-        uint32_t left[kStateRows / 16][4];
-#pragma unroll
-        for (int t = 0; t < kStateRows / 16; ++t) load_left<true>(left[t], stage.k, K + kGap, row + t * 16, k);
-        // Those of a lane's rows of the right operand.
-        float to_end[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to_end[i] = decays.to_end(k + column_of(i % 2) + i / 2 * 8);
-#pragma unroll
-        for (int n = 0; n < kTiles; n += 2) {
-          uint32_t b[4], high[4], low[4];
-          load_right<false>(b, stage.v, kSlicePitch, k, n * 8);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* by = to_end + i % 2 * 2;
-            const Split split(by[0] * low_float(b[i]), by[1] * high_float(b[i]));
-            high[i] = split.high, low[i] = split.low;
-          }
-#pragma unroll
-          for (int t = 0; t < kStateRows / 16; ++t) {
-            mma::multiply(x[t][n], left[t], high[0], high[1]);
-            mma::multiply(x[t][n + 1], left[t], high[2], high[3]);
-          }
-#pragma unroll
-          for (int t = 0; t < kStateRows / 16; ++t) {
-            mma::multiply(x[t][n], left[t], low[0], low[1]);
-            mma::multiply(x[t][n + 1], left[t], low[2], low[3]);
-          }
-        }
-      }
-    }
-  };
-
-  __device__ static void run(const Arguments& a) {
-    // What is not finite in k, v or g stays in the state.
-    if (!compute<false>(a) && kPart != Part::kSums && threadIdx.x == 0) *flag(a) = 1.0f;
-  }
-
-  // A kernel of its own: a call after the loops would slow them by 4 %.
-  __device__ static void run_exactly(const Arguments& a) {
-    if (*flag(a) != 0.0f) compute<true>(a);
-  }
-
-  static constexpr int kSlices = V / kSlice;
-
-  __device__ static int num_groups(const Arguments& a) {
-    return kGrouped ? static_cast<int>((a.all_chunks + a.chunks - 1) / a.chunks) : 1;
-  }
-
-  // Whether the CTA has to run again: in the place of b, which is 0.
-  __device__ static float* flag(const Arguments& a) {
-    const int groups = num_groups(a);
-    const int64_t chunk = int64_t{blockIdx.x} / kSlices / groups * a.all_chunks + blockIdx.x / kSlices % groups * a.chunks;
-    return a.decays + chunk * kDecays + 2 * kChunk + blockIdx.x % kSlices;
-  }
-
-  // Returns whether the last state is finite.
-  template <bool kExact>
-  __device__ static bool compute(const Arguments& a) {
-    Forward& s = *reinterpret_cast<Forward*>(mma::shared_memory());
-    const int column = static_cast<int>(blockIdx.x % kSlices) * kSlice;
-    const int group = static_cast<int>(a.chunks), groups = num_groups(a);
-    const int own_group = static_cast<int>(blockIdx.x / kSlices % groups);
-    const ChunkIndex index(a, blockIdx.x / kSlices / groups, own_group * group);
-    const int rest = static_cast<int>(a.all_chunks) - index.chunk, chunks = kGrouped ? min(group, rest) : rest;
-    const int64_t keys = index.row(a, a.key_heads, index.key_head, K), key_stride = int64_t{a.key_heads} * K;
-    const int64_t values = index.row(a, a.heads, index.head, V) + column, value_stride = int64_t{a.heads} * V;
-    const Bits* q = static_cast<const Bits*>(a.q) + keys;
-    const Bits* k = static_cast<const Bits*>(a.k) + keys;
-    const Bits* v = static_cast<const Bits*>(a.v) + values;
-    Bits* out = static_cast<Bits*>(a.out) + values;
-    const float* all_decays = index.decays(a);
-    const int64_t tokens = kGrouped ? a.tokens - index.token(a) : a.tokens;
-    const auto count = [&](int c) { return static_cast<int>(min(int64_t{kChunk}, tokens - int64_t{c} * kChunk)); };
-    const auto load = [&](int c) {
-      if (c < chunks) {
-        Stage& stage = s.stages[c % 2];
-        const int64_t token = int64_t{c} * kChunk;
-        if constexpr (kPart != Part::kSums) {
-          copy_rows<K, kChunk, kThreads>(stage.q, K + kGap, q + token * key_stride, key_stride, count(c));
-        }
-        copy_rows<K, kChunk, kThreads>(stage.k, K + kGap, k + token * key_stride, key_stride, count(c));
-        copy_rows<kSlice, kChunk, kThreads>(stage.v, kSlicePitch, v + token * value_stride, value_stride, count(c));
-        copy_decays(stage.decays, all_decays + int64_t{c} * kDecays);
-      }
-      mma::commit();
-    };
-    // Waits for a chunk and the state before it, and begins to load the next where the one before lay.
-    const auto step = [&](int c) {
-      mma::wait<0>();
-      __syncthreads();
-      load(c + 1);
-    };
-    load(0);
-    const int warp = threadIdx.x / 32;
-    float found = 0.0f;
-    if (warp < 4) {
-      for (int c = 0; c < chunks; ++c) {
-        step(c);
-        if constexpr (kPart != Part::kSums) {
-          write_outputs<kExact>(s.stages[c % 2], s.state[c % 2], warp * 16, a.scale,
-                                out + int64_t{c} * kChunk * value_stride, value_stride, count(c));
-        }
-      }
-    } else {
-      const int row = (warp - 4) * kStateRows;
-      Rows state;
-      float* after = a.after + index.sequence_head * a.after_stride + int64_t{own_group} * K * V + column;
-      const float* before = kPart == Part::kOutputs && own_group > 0
-                                ? after - K * V
-                                : a.before + index.sequence_head * a.before_stride + column;
-      state.for_pairs(row, [&](int r, int c, float& left, float& right) {
-        const float2 pair = kPart == Part::kSums && own_group > 0 ? make_float2(0.0f, 0.0f)
-                                                                  : *reinterpret_cast<const float2*>(before + r * V + c);
-        left = pair.x, right = pair.y;
-      });
-      state.share(s.state[0], row);
-      int left_of_group = group;
-      for (int c = 0; c < chunks; ++c) {
-        step(c);
-        state.add(s.stages[c % 2], row);
-        if constexpr (kPart != Part::kSums) state.share(s.state[(c + 1) % 2], row);
-        if (kPart != Part::kOutputs && (--left_of_group == 0 || c + 1 == chunks)) {
-          state.for_pairs(row, [&](int r, int column, float left, float right) {
-            *reinterpret_cast<float2*>(after + r * V + column) = make_float2(left, right);
-          });
-          after += K * V;
-          left_of_group = group;
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < kStateRows / 16; ++t) found += nan_unless_finite<false>(state.x[t]);
-    }
-    return !__syncthreads_or(!is_finite(found));
-  }
-
-  // Writes a warp's 16 rows of o, through the rows of q, which no other warp reads. Masked scores are computed too: the warp
-  // with the last rows needs all, and the others wait for it.
-  template <bool kExact>
-  __device__ static void write_outputs(Stage& stage, const Bits* state, int row, float scale, Bits* out,
-                                       int64_t stride, int count) {
-    const Decays decays{stage.decays};
-    Sums<8> scores;
-    Sums<kTiles> o;
-    clear(scores);
-    clear(o);
-#pragma unroll 4
-    for (int k = 0; k < K; k += 16) {
-      uint32_t q[4], b[4];
-      load_left<false>(q, stage.q, K + kGap, row, k);
-#pragma unroll
-      for (int n = 0; n < kTiles; n += 2) {
-        load_right<false>(b, state, kSlicePitch, k, n * 8);
-        mma::multiply(o[n], q, b[0], b[1]);
-        mma::multiply(o[n + 1], q, b[2], b[3]);
-      }
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        load_right<true>(b, stage.k, K + kGap, k, n * 8);
-        mma::multiply(scores[n], q, b[0], b[1]);
-        mma::multiply(scores[n + 1], q, b[2], b[3]);
-      }
-    }
-    decay_scores(scores, row, 0, scale, decays);
-    const float factors[2] = {scale * decays.from_start(row + row_of(0)), scale * decays.from_start(row + row_of(2))};
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[n][i] *= factors[i / 2];
-    }
-    add_scores<kExact>(o, scores, row, kChunk - 16, stage.v, kSlicePitch);
-    Bits* rows = stage.q + row * (K + kGap);
-    __syncwarp();
-    store_rounded(rows, K + kGap, o);
-    __syncwarp();
-#pragma unroll
-    for (int at = threadIdx.x % 32; at < 16 * (kSlice / 8); at += 32) {
-      const int r = at / (kSlice / 8), c = at % (kSlice / 8) * 8;
-      if (row + r < count) {
-        *reinterpret_cast<uint4*>(out + (row + r) * stride + c) =
-            *reinterpret_cast<const uint4*>(rows + r * (K + kGap) + c);
-      }
-    }
-  }
-};
-
-// Adds to the states after groups what the states before them become: a thread has four elements of a head's state, and a
-// lane adds up every 32nd exponent of a group.
-__device__ inline void combine(const Arguments& a, int elements) {
-  const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4, sequence_head = at / elements;
-  if (sequence_head >= int64_t{a.sequences} * a.heads) return;
-  float* after = a.after + sequence_head * a.after_stride + at % elements;
-  float4 state = *reinterpret_cast<const float4*>(after);
-  const float* last = a.decays + sequence_head * a.all_chunks * kDecays + kChunk - 1;
-  for (uint32_t chunk = a.chunks; chunk < a.all_chunks; chunk += a.chunks) {
-    float high = 0.0f, low = 0.0f;
-    for (uint32_t c = chunk + threadIdx.x % 32; c < min(chunk + a.chunks, a.all_chunks); c += 32) {
-      high += last[c * kDecays], low += last[c * kDecays + kChunk];
-    }
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) high += mma::xor_lane(high, mask), low += mma::xor_lane(low, mask);
-    const float decay = mma::exponential(high + low);
-    after += elements;
-    const float4 added = *reinterpret_cast<const float4*>(after);
-    state = make_float4(fmaf(decay, state.x, added.x), fmaf(decay, state.y, added.y), fmaf(decay, state.z, added.z),
-                        fmaf(decay, state.w, added.w));
-    *reinterpret_cast<float4*>(after) = state;
   }
 }
 
@@ -1313,7 +1039,7 @@ __device__ inline float sum_column(float x) {
 
 // The gradients of a chunk's arguments. Columns of values pass through shared memory a slice at a time. States, their
 // gradients and solved values are in two parts each.
-template <int K, int V, bool kDelta>
+template <int K, int V>
 struct Gradients {
   static constexpr int kRow = kChunk * kSlicePitch, kTiles = K / 16;
 
@@ -1322,14 +1048,14 @@ struct Gradients {
     Bits state[2][K * kSlicePitch];
     Bits dstate[2][K * kSlicePitch];
     Bits dout[kRow];
-    Bits values[kDelta ? 2 : 1][kRow];
-    Bits dsolved[2][kDelta ? kRow : 8];
+    Bits values[2][kRow];
+    Bits dsolved[2][kRow];
   };
 
   Stage stages[2];
   Bits q[kChunk * (K + kGap)];
   Bits k[kChunk * (K + kGap)];
-  // The gradients of q k', and those of k k' with b, or the scores without.
+  // The gradients of q k', and those of k k'.
   Bits dqk[2][kChunk * kChunkPitch];
   Bits other[2][kChunk * kChunkPitch];
   float decays[kDecays];
@@ -1364,34 +1090,22 @@ struct Gradients {
     Sums<kTiles> dq, dk, seen;
     Sums<4> qk, dscores, dlower;
     clear(dq), clear(dk), clear(dscores);
-    if constexpr (kDelta) clear(seen), clear(dlower);
+    clear(seen), clear(dlower);
     float state_sum = 0.0f, b_sum = 0.0f;
     for (int slice = 0; slice < V / kSlice; ++slice) {
       mma::wait<1>();
       __syncthreads();
       const Stage& stage = stages[slice % 2];
-      if (!kDelta && slice == 0) {
-        scores(qk, q, row, half);
-        decay_scores(qk, row, half * 32, a.scale, decays);
-        store_tiles(other[0], other[1], kChunkPitch, row, half * 32, qk);
-        __syncthreads();
-      }
       add_slice(stage, row, half, dq, dk, seen, dscores, dlower);
-      if constexpr (kDelta) {
-        b_sum += write_dv_slice(a, index, decays, stage, slice * kSlice);
-      } else {
-        write_dv_slice<kExact>(a, index, decays, stage, row, half, slice * kSlice);
-      }
+      b_sum += write_dv_slice(a, index, decays, stage, slice * kSlice);
       state_sum += multiply_states(stage);
       __syncthreads();
       load(a, index, slice + 2);
     }
-    if constexpr (kDelta) {
-      // Four lanes have a row of dv.
-      b_sum = sum_row(b_sum);
-      if (threadIdx.x % 4 == 0) b_sums[2][threadIdx.x / 4] = b_sum;
-      scores(qk, q, row, half);
-    }
+    // Four lanes have a row of dv.
+    b_sum = sum_row(b_sum);
+    if (threadIdx.x % 4 == 0) b_sums[2][threadIdx.x / 4] = b_sum;
+    scores(qk, q, row, half);
     state_sum = sum_column(sum_row(state_sum));
     if (threadIdx.x % 32 == 0) states_sums[warp] = state_sum;
     exponents(a, decays, row, half, qk, dscores, dlower);
@@ -1422,14 +1136,11 @@ struct Gradients {
         const int64_t state = (index.slot(a) * 2 + part) * K * V + column;
         copy(all_keys, stage.state[part], a.states, state, V, K);
         copy(all_keys, stage.dstate[part], a.dstates, state, V, K);
-        if constexpr (kDelta) {
-          const int64_t solved = (index.slot(a) * 2 + part) * kChunk * V + column;
-          copy(all_tokens, stage.values[part], a.values, solved, V, kChunk);
-          copy(all_tokens, stage.dsolved[part], a.dsolved, solved, V, kChunk);
-        }
+        const int64_t solved = (index.slot(a) * 2 + part) * kChunk * V + column;
+        copy(all_tokens, stage.values[part], a.values, solved, V, kChunk);
+        copy(all_tokens, stage.dsolved[part], a.dsolved, solved, V, kChunk);
       }
       copy(all_tokens, stage.dout, a.dout, values, stride, count);
-      if constexpr (!kDelta) copy(all_tokens, stage.values[0], a.v, values, stride, count);
     }
     mma::commit();
   }
@@ -1447,17 +1158,14 @@ struct Gradients {
     const Matrix<false> dout{stage.dout, kSlicePitch};
     const Matrix<true, true> state{stage.state[0], kSlicePitch, stage.state[1]};
     const Matrix<true, true> dstate{stage.dstate[0], kSlicePitch, stage.dstate[1]};
-    const Bits* low_values = stage.values[kDelta ? 1 : 0];
-    const Matrix<false, kDelta> values{stage.values[0], kSlicePitch, low_values};
-    const Matrix<true, kDelta> values_transposed{stage.values[0], kSlicePitch, low_values};
+    const Matrix<false, true> values{stage.values[0], kSlicePitch, stage.values[1]};
+    const Matrix<true, true> values_transposed{stage.values[0], kSlicePitch, stage.values[1]};
     add_product(dscores, dout, row, values_transposed, token, 0, kSlice);
     add_product(dq, dout, row, state, key, 0, kSlice);
     add_product(dk, values, row, dstate, key, 0, kSlice);
-    if constexpr (kDelta) {
-      const Matrix<false, true> dsolved{stage.dsolved[0], kSlicePitch, stage.dsolved[1]};
-      add_product(dlower, dsolved, row, values_transposed, token, 0, kSlice);
-      add_product(seen, dsolved, row, state, key, 0, kSlice);
-    }
+    const Matrix<false, true> dsolved{stage.dsolved[0], kSlicePitch, stage.dsolved[1]};
+    add_product(dlower, dsolved, row, values_transposed, token, 0, kSlice);
+    add_product(seen, dsolved, row, state, key, 0, kSlice);
   }
 
   // A thread's part of the sum of the products of a state and its gradient.
@@ -1491,7 +1199,7 @@ struct Gradients {
                             Sums<4>& dlower) {
     const int column = half * 32;
     Sums<4> kk;
-    if constexpr (kDelta) scores(kk, k, row, half);
+    scores(kk, k, row, half);
     float row_sums[2] = {0.0f, 0.0f}, b_rows[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -1500,15 +1208,12 @@ struct Gradients {
       for (int i = 0; i < 4; ++i) {
         const int r = row + row_of(i), c = column + n * 8 + column_of(i);
         const float decay = decays.between(r, c);
-        // Scores without b have their decays.
-        float exponent = r > c ? dscores[n][i] * (kDelta ? a.scale * qk[n][i] * decay : qk[n][i]) : 0.0f;
+        float exponent = r > c ? dscores[n][i] * (a.scale * qk[n][i] * decay) : 0.0f;
         dscores[n][i] = r >= c ? dscores[n][i] * (a.scale * decay) : 0.0f;
-        if constexpr (kDelta) {
-          const float dkk = r > c ? -dlower[n][i] * decay : 0.0f;
-          b_rows[i / 2] = fmaf(dkk, kk[n][i], b_rows[i / 2]);
-          dlower[n][i] = decays.b(r) * dkk;
-          exponent = fmaf(dlower[n][i], kk[n][i], exponent);
-        }
+        const float dkk = r > c ? -dlower[n][i] * decay : 0.0f;
+        b_rows[i / 2] = fmaf(dkk, kk[n][i], b_rows[i / 2]);
+        dlower[n][i] = decays.b(r) * dkk;
+        exponent = fmaf(dlower[n][i], kk[n][i], exponent);
         row_sums[i / 2] += exponent;
         column_sums[i % 2] += exponent;
       }
@@ -1527,7 +1232,7 @@ struct Gradients {
       }
     }
     store_tiles(dqk[0], dqk[1], kChunkPitch, row, column, dscores);
-    if constexpr (kDelta) store_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
+    store_tiles(other[0], other[1], kChunkPitch, row, column, dlower);
   }
 
   // Writes dq and dk from their sums over values. Returns whether sums over every operand are finite.
@@ -1549,21 +1254,19 @@ struct Gradients {
       x *= to_end[i];
       end_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), end_sum[i]);
     });
-    if constexpr (kDelta) {
-      for_each(seen, row, column, [&](int r, int c, int i, float& x) {
-        x *= -from_start[i];
-        b_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), b_sum[i]);
-      });
+    for_each(seen, row, column, [&](int r, int c, int i, float& x) {
+      x *= -from_start[i];
+      b_sum[i] = fmaf(x, bits_to_float(k[r * (K + kGap) + c]), b_sum[i]);
+    });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) start_sum[i] = fmaf(decays.b(row + row_of(2 * i)), b_sum[i], start_sum[i]);
+    for (int i = 0; i < 2; ++i) start_sum[i] = fmaf(decays.b(row + row_of(2 * i)), b_sum[i], start_sum[i]);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(decays.b(row + row_of(i)), seen[n][i], dk[n][i]);
-      }
-      add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, 0, row + 16);
-      add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, row, kChunk);
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(decays.b(row + row_of(i)), seen[n][i], dk[n][i]);
     }
+    add_product(dk, Matrix<false, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, 0, row + 16);
+    add_product(dk, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row, right_k, column, row, kChunk);
     add_triangle<true, kExact>(dk, Matrix<true, true>{dqk[0], kChunkPitch, dqk[1]}, row, right_q, column);
     write(a, index, static_cast<Bits*>(a.dk), a.dk_parts, dk, row, column);
     float found = 0.0f;
@@ -1638,36 +1341,6 @@ struct Gradients {
     return sum;
   }
 
-  // Writes columns of dv without b: a warp has 16 rows and half of the columns.
-  template <bool kExact>
-  __device__ void write_dv_slice(const Arguments& a, const ChunkIndex& index, const Decays& decays, const Stage& stage,
-                                 int row, int half, int first) {
-    const int column = half * (kSlice / 2), count = index.count(a);
-    const int64_t stride = int64_t{a.heads} * V;
-    Bits* to = static_cast<Bits*>(a.dv) + index.row(a, a.heads, index.head, V) + first + column;
-    const float to_end[2] = {decays.to_end(row + row_of(0)), decays.to_end(row + row_of(2))};
-    Sums<kSlice / 16> dv;
-    clear(dv);
-    add_product(dv, Matrix<false>{k, K + kGap}, row, Matrix<false, true>{stage.dstate[0], kSlicePitch, stage.dstate[1]},
-                column, 0, K);
-#pragma unroll
-    for (int n = 0; n < kSlice / 16; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dv[n][i] *= to_end[i / 2];
-    }
-    add_triangle<true, kExact>(dv, Matrix<true, true>{other[0], kChunkPitch, other[1]}, row,
-                               Matrix<false>{stage.dout, kSlicePitch}, column);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const int r = row + row_of(i);
-      if (r >= count) continue;
-#pragma unroll
-      for (int n = 0; n < kSlice / 16; ++n) {
-        *reinterpret_cast<uint32_t*>(to + r * stride + n * 8 + column_of(i)) = mma::pack(dv[n][i], dv[n][i + 1]);
-      }
-    }
-  }
-
   // The gradient of a chunk's whole decay.
   __device__ float sum_states(const Decays& decays) const {
     float sum = 0.0f;
@@ -1721,7 +1394,7 @@ struct Gradients {
   __device__ void write_sums(const Arguments& a, const ChunkIndex& index, int t, float sum) {
     const int64_t at = index.row(a, a.heads, index.head, 1) + int64_t{t} * a.heads;
     a.dg[at] = sum;
-    if constexpr (kDelta) a.db[at] = sum_of(b_sums, t);
+    a.db[at] = sum_of(b_sums, t);
   }
 
   // Returns the gradients of exponents of each pair of tokens, which take the memory of slices. Of sums over them, that over
@@ -1741,10 +1414,10 @@ struct Gradients {
       for (int c = 0; c < K; ++c) {
         const float key = bits_to_float(k[j * (K + kGap) + c]);
         qk = fmaf(bits_to_float(q[i * (K + kGap) + c]), key, qk);
-        if constexpr (kDelta) kk = fmaf(bits_to_float(k[i * (K + kGap) + c]), key, kk);
+        kk = fmaf(bits_to_float(k[i * (K + kGap) + c]), key, kk);
       }
       to[at] = of(dqk) * qk;
-      if constexpr (kDelta) to[at] = fmaf(of(other), kk, to[at]);
+      to[at] = fmaf(of(other), kk, to[at]);
     }
     __syncthreads();
     return to;
@@ -1862,15 +1535,11 @@ __device__ inline void add_heads(const Arguments& a) {
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs: bytes of shared memory at K = V = 128, by which tests hold the crate's
 // formulas.
-inline constexpr uint32_t kLinearForwardShared = sizeof(linear_attention::Forward<128, 128, linear_attention::Part::kWhole>);
 inline constexpr uint32_t kLinearPrepareShared = sizeof(linear_attention::Prepare<128>);
-inline constexpr uint32_t kLinearChainShared = sizeof(linear_attention::Chain<128, 128, false>);
-inline constexpr uint32_t kLinearReverseShared = sizeof(linear_attention::Reverse<128, 128, false>);
 inline constexpr uint32_t kLinearOutputsShared = sizeof(linear_attention::Outputs<128, 128>);
 inline constexpr uint32_t kLinearPullShared = sizeof(linear_attention::LocalGradients<128, 128>);
-inline constexpr uint32_t kLinearGradientsShared = sizeof(linear_attention::Gradients<128, 128, false>);
-inline constexpr uint32_t kDeltaChainShared = sizeof(linear_attention::Chain<128, 128, true>);
-inline constexpr uint32_t kDeltaReverseShared = sizeof(linear_attention::Reverse<128, 128, true>);
-inline constexpr uint32_t kDeltaGradientsShared = sizeof(linear_attention::Gradients<128, 128, true>);
+inline constexpr uint32_t kDeltaChainShared = sizeof(linear_attention::Chain<128, 128>);
+inline constexpr uint32_t kDeltaReverseShared = sizeof(linear_attention::Reverse<128, 128>);
+inline constexpr uint32_t kDeltaGradientsShared = sizeof(linear_attention::Gradients<128, 128>);
 
 }  // namespace xentile

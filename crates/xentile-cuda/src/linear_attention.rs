@@ -34,6 +34,8 @@ mirror! {
         db: *mut f32,
         dq_parts: *mut f32,
         dk_parts: *mut f32,
+        group_dstates: *mut f32,
+        exponents: *mut f32,
         tokens: i64,
         before_stride: i64,
         after_stride: i64,
@@ -46,30 +48,30 @@ mirror! {
         chunks: u32,
         sequences: u32,
         scale: f32,
-        reversed: u32,
+        groups: u32,
     }
 }
 
 numbers! {
     CHUNK: u32 = kLinearChunk, 64;
     SLICE: u32 = kLinearSlice, 32;
+    SUM_COLUMNS: u32 = kLinearSumColumns, 64;
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
     STEP_THREADS: u32 = kLinearStepThreads, 128;
-    FORWARD_SHARED: u32 = kLinearForwardShared, 101888;
+    SUM_SHARED: u32 = kLinearSumShared, 115712;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
-    CHAIN_SHARED: u32 = kLinearChainShared, 100688;
-    REVERSE_SHARED: u32 = kLinearReverseShared, 100816;
     OUTPUTS_SHARED: u32 = kLinearOutputsShared, 87808;
     PULL_SHARED: u32 = kLinearPullShared, 71424;
-    GRADIENTS_SHARED: u32 = kLinearGradientsShared, 178784;
-    DELTA_CHAIN_SHARED: u32 = kDeltaChainShared, 124480;
-    DELTA_REVERSE_SHARED: u32 = kDeltaReverseShared, 188000;
+    DELTA_CHAIN_SHARED: u32 = kDeltaChainShared, 124416;
+    DELTA_REVERSE_SHARED: u32 = kDeltaReverseShared, 187904;
     DELTA_GRADIENTS_SHARED: u32 = kDeltaGradientsShared, 209440;
 }
 
 /// Threads of a CTA that multiplies for one chunk alone.
 const CHUNK_THREADS: u32 = 128;
+/// The most CTAs of kernels that run again what is not finite.
+const EXACT_CTAS: usize = 128;
 /// Columns of keys and of values that kernels have.
 const WIDTHS: [usize; 2] = [64, 128];
 
@@ -124,7 +126,7 @@ pub struct Outputs {
 pub struct Scratch {
     /// `[B, H', chunks, 192]`.
     pub decays: *mut f32,
-    /// `[B, H', N, P, K, V]` in bf16, but for a forward pass without b.
+    /// `[B, H', N, P, K, V]` in bf16, of the delta rule.
     pub states: *mut c_void,
     /// `[B, H', N, 8192]` in bf16, of the delta rule.
     pub inverse: *mut c_void,
@@ -135,12 +137,16 @@ pub struct Scratch {
 /// Scratch of the backward pass alone.
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardScratch {
-    /// `[B, H', N, 2, K, V]` in bf16.
+    /// `[B, H', N, 2, K, V]` in bf16, of the delta rule.
     pub dstates: *mut c_void,
     /// `[B, H', N, 64, V]`, of the delta rule.
     pub dvalues_local: *mut f32,
     /// `[B, H', N, 2, 64, V]` in bf16, of the delta rule.
     pub dsolved: *mut c_void,
+    /// `[B, H', groups, K, V]`, the gradients of states before groups, without b.
+    pub group_dstates: *mut f32,
+    /// `[B, H', chunks, 256]`, terms of dg, without b.
+    pub exponents: *mut f32,
     /// `[B, H', N, 64, K]` of q and of k, where heads share keys.
     pub parts: Option<[*mut f32; 2]>,
 }
@@ -187,20 +193,23 @@ enum Kernel {
     /// o and the state after one token.
     Step,
     Decays,
-    Forward,
-    /// `Forward` again, of CTAs with NaN or inf.
-    ForwardExact,
-    /// `Forward` with a CTA for each group: its states, sums of these, and o.
-    ForwardSums,
+    /// States after groups from states of 0, and sums of these.
+    GroupStates,
     Combine,
-    ForwardOutputs,
-    ForwardOutputsExact,
+    /// o, and again of CTAs with NaN or inf.
+    Forward,
+    ForwardExact,
+    /// As the four before, backwards.
+    GroupGradients,
+    CombineGradients,
+    Backward,
+    BackwardExact,
+    DecayGradients,
     Prepare,
     Chain,
     Outputs,
     Pull,
     Reverse,
-    Chains,
     Gradients,
     Heads,
 }
@@ -255,9 +264,16 @@ impl LinearAttention {
         let device = Device::current()?;
         let all: &[Kernel] = match (backward, self.delta) {
             (false, _) if self.shape.tokens == 1 => &[K::Step],
-            (false, false) => self.forward_kernels(device),
+            (false, false) => &[K::GroupStates, K::Combine, K::Forward, K::ForwardExact],
             (false, true) => &[K::Prepare, K::Chain, K::Outputs],
-            (true, false) => &[K::Chains, K::Gradients, K::Heads],
+            (true, false) => &[
+                K::GroupGradients,
+                K::CombineGradients,
+                K::Backward,
+                K::BackwardExact,
+                K::Heads,
+                K::DecayGradients,
+            ],
             (true, true) => &[K::Prepare, K::Chain, K::Pull, K::Reverse, K::Gradients, K::Heads],
         };
         for &kernel in all.iter().chain(&[K::Decays]) {
@@ -300,7 +316,11 @@ impl LinearAttention {
         if !self.delta {
             self.begin(0, &mut all, operands.initial_state, outputs.states);
             all.after = outputs.states;
-            for &kernel in self.forward_kernels(Device::current()?) {
+            use Kernel as K;
+            let kernels = [K::GroupStates, K::Combine, K::Forward, K::ForwardExact];
+            // One group needs no state before it.
+            let first = if self.groups() == 1 { 2 } else { 0 };
+            for &kernel in &kernels[first..] {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
@@ -349,6 +369,8 @@ impl LinearAttention {
             ("dstates", more.dstates.cast_const()),
             ("dvalues_local", more.dvalues_local.cast_const().cast()),
             ("dsolved", more.dsolved.cast_const()),
+            ("group_dstates", more.group_dstates.cast_const().cast()),
+            ("exponents", more.exponents.cast_const().cast()),
             ("dq_parts", dq_parts.cast_const().cast()),
             ("dk_parts", dk_parts.cast_const().cast()),
         ] {
@@ -360,6 +382,8 @@ impl LinearAttention {
             dstates: more.dstates,
             dvalues_local: more.dvalues_local,
             dsolved: more.dsolved,
+            group_dstates: more.group_dstates,
+            exponents: more.exponents,
             dq: gradients.q,
             dk: gradients.k,
             dv: gradients.v,
@@ -370,27 +394,58 @@ impl LinearAttention {
             dbefore: gradients.initial_state,
             dafter_stride: stride,
             dbefore_stride: stride,
-            reversed: self.slices() as u32,
             ..self.arguments(&operands, &scratch)?
         };
         // SAFETY: passed on from this function's contract.
         unsafe { self.launch(Kernel::Decays, stream, &all) }?;
+        if !self.delta {
+            self.begin(0, &mut all, operands.initial_state, null());
+            all.after = cotangents.states.cast_mut();
+            all.dafter = cotangents.final_state;
+            // SAFETY: passed on from this function's contract.
+            return unsafe { self.backward_without_b(stream, all, shares) };
+        }
         for group in (0..self.groups()).rev() {
             self.begin(group, &mut all, operands.initial_state, cotangents.states);
             let is_last = group + 1 == self.groups();
             all.dafter = if is_last { cotangents.final_state } else { gradients.initial_state };
-            let kernels = if self.delta {
-                &[Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients]
-                    [..]
-            } else {
-                &[Kernel::Chains, Kernel::Gradients]
-            };
+            let kernels =
+                [Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients];
             for &kernel in kernels.iter().chain(shares.then_some(&Kernel::Heads)) {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
         }
         Ok(())
+    }
+
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    unsafe fn backward_without_b(
+        &self,
+        stream: RawStream,
+        mut all: Arguments,
+        shares: bool,
+    ) -> Result<()> {
+        use Kernel as K;
+        // Of heads that share keys, a group's float32 parts of dq and dk are added before the next group's overwrite them.
+        let launches = if shares { self.groups() } else { 1 };
+        for kernel in [K::GroupGradients, K::CombineGradients] {
+            // SAFETY: passed on from this function's contract.
+            unsafe { self.launch(kernel, stream, &all) }?;
+        }
+        all.groups = (self.groups() / launches) as u32;
+        for first in 0..launches {
+            all.first = (first * self.shape.group) as u32;
+            let kernels = [K::Backward, K::BackwardExact];
+            for &kernel in kernels.iter().chain(shares.then_some(&K::Heads)) {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.launch(kernel, stream, &all) }?;
+            }
+        }
+        (all.first, all.groups) = (0, self.groups() as u32);
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(K::DecayGradients, stream, &all) }
     }
 
     /// The number of elements of a head's state.
@@ -401,18 +456,6 @@ impl LinearAttention {
     /// CTAs of a kernel with one for each head and 32 columns of values.
     fn slices(&self) -> usize {
         self.shape.sequences * self.shape.heads * (self.shape.values / SLICE as usize)
-    }
-
-    /// The kernels of a forward pass without b after the decays. Where half of the multiprocessors would be idle, groups run
-    /// at once, for a second pass over k and v.
-    fn forward_kernels(&self, device: &Device) -> &'static [Kernel] {
-        use Kernel as K;
-        let is_full = 2 * self.slices() > device.limits().multiprocessors as usize;
-        if is_full || self.groups() == 1 {
-            &[K::Forward, K::ForwardExact]
-        } else {
-            &[K::ForwardSums, K::Combine, K::ForwardOutputs, K::ForwardOutputsExact]
-        }
     }
 
     /// Sets the arguments of a group, and those of the state before it.
@@ -472,6 +515,8 @@ impl LinearAttention {
             db: null_mut(),
             dq_parts: null_mut(),
             dk_parts: null_mut(),
+            group_dstates: null_mut(),
+            exponents: null_mut(),
             tokens: tokens as i64,
             before_stride: 0,
             after_stride: 0,
@@ -484,7 +529,7 @@ impl LinearAttention {
             chunks: 0,
             sequences: sequences as u32,
             scale: self.scale,
-            reversed: 0,
+            groups: self.groups() as u32,
         })
     }
 
@@ -496,19 +541,20 @@ impl LinearAttention {
             Kernel::Prepare => return format!("linear_attention_prepare_{keys}"),
             Kernel::Heads => return format!("linear_attention_heads_{keys}"),
             Kernel::Step => "step",
+            Kernel::GroupStates => "group_states",
+            Kernel::Combine => "combine",
             Kernel::Forward => "forward",
             Kernel::ForwardExact => "forward_exact",
-            Kernel::ForwardSums => "forward_sums",
-            Kernel::Combine => "combine",
-            Kernel::ForwardOutputs => "forward_outputs",
-            Kernel::ForwardOutputsExact => "forward_outputs_exact",
+            Kernel::GroupGradients => "group_gradients",
+            Kernel::CombineGradients => "combine_gradients",
+            Kernel::Backward => "backward",
+            Kernel::BackwardExact => "backward_exact",
+            Kernel::DecayGradients => "decay_gradients",
             Kernel::Pull => "pull",
-            Kernel::Chains => "chains",
             Kernel::Chain => "chain",
             Kernel::Reverse => "reverse",
             Kernel::Outputs => "outputs",
-            Kernel::Gradients if self.delta => "gradients_delta",
-            Kernel::Gradients => "gradients_plain",
+            Kernel::Gradients => "gradients",
         };
         format!("linear_attention_{name}_{keys}_{values}")
     }
@@ -524,42 +570,38 @@ impl LinearAttention {
         let (square, slice_bytes) = (rows(chunk, chunk), rows(chunk, slice));
         let state_slice = rows(self.shape.keys, slice);
         let decays = 3 * chunk * 4;
-        // An array that the delta rule alone has is a vector without it.
-        let with_delta = |bytes: usize| if self.delta { bytes } else { 16 };
-        let with_vector = |bytes: usize| 16 + if self.delta { bytes } else { 0 };
-        let stages = if self.delta { 2 } else { 3 };
+        // Of a chunk, rows of `width` columns for each operand of scores, those of a slice, and sums of g.
+        let wide = |width: usize| chunk * width * 2;
+        let stage =
+            |width, count| count * wide(width) + wide(SUM_COLUMNS as usize) + 2 * chunk * 4;
+        // Two chunks, and parts of a state.
+        let sum = |width, parts| 2 * stage(width, 2) + parts * wide(width);
         match kernel {
-            Kernel::Step | Kernel::Decays | Kernel::Heads | Kernel::Combine => 0,
-            Kernel::Forward
-            | Kernel::ForwardExact
-            | Kernel::ForwardSums
-            | Kernel::ForwardOutputs
-            | Kernel::ForwardOutputsExact => {
-                2 * (2 * key_bytes + slice_bytes + decays) + 2 * state_slice
+            Kernel::Step
+            | Kernel::Decays
+            | Kernel::Heads
+            | Kernel::Combine
+            | Kernel::CombineGradients => 0,
+            Kernel::GroupStates | Kernel::GroupGradients => 4 * stage(self.shape.values, 1),
+            Kernel::Forward | Kernel::ForwardExact => sum(self.shape.keys, 1),
+            Kernel::Backward | Kernel::BackwardExact => {
+                sum(self.shape.values, 2).max(sum(self.shape.keys, 1))
             }
+            Kernel::DecayGradients => self.shape.group * 4,
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
             Kernel::Chain => {
-                stages * (key_bytes + slice_bytes + decays + with_vector(2 * square))
-                    + 2 * (state_slice + with_vector(slice_bytes) + slice_bytes)
+                2 * (key_bytes + slice_bytes + decays + 2 * square)
+                    + 2 * (state_slice + 2 * slice_bytes)
             }
             Kernel::Reverse => {
-                let dvalues_local = with_delta(chunk * (slice + 4) * 4);
-                let stage = key_bytes
-                    + slice_bytes
-                    + decays
-                    + with_delta(key_bytes)
-                    + with_vector(2 * square);
-                stages * (stage + dvalues_local)
-                    + 2 * (state_slice + slice_bytes + 2 * with_vector(slice_bytes))
-            }
-            Kernel::Chains => {
-                self.shared_bytes(Kernel::Chain).max(self.shared_bytes(Kernel::Reverse))
+                let dvalues_local = chunk * (slice + 4) * 4;
+                let stage = 2 * key_bytes + slice_bytes + decays + 2 * square;
+                2 * (stage + dvalues_local) + 2 * (state_slice + 3 * slice_bytes)
             }
             Kernel::Outputs => 2 * key_bytes + value_bytes + state + decays,
             Kernel::Pull => 2 * key_bytes + value_bytes + 2 * square + decays,
             Kernel::Gradients => {
-                let solved = if self.delta { 4 * slice_bytes } else { slice_bytes + 2 * 16 };
-                let stage = 4 * state_slice + slice_bytes + solved;
+                let stage = 4 * state_slice + 5 * slice_bytes;
                 let sums = (2 + 4 + 2 + 2 + 5) * chunk * 4 + 8 * 4;
                 2 * stage + 2 * key_bytes + 4 * square + decays + sums
             }
@@ -575,20 +617,23 @@ impl LinearAttention {
         }
     }
 
-    /// CTAs of a kernel, for a group of `chunks`.
-    fn ctas(&self, kernel: Kernel, chunks: usize) -> usize {
-        let Shape { sequences, key_heads, heads, .. } = self.shape;
+    /// CTAs of a kernel, for groups of `chunks`.
+    fn ctas(&self, kernel: Kernel, chunks: usize, groups: usize) -> usize {
+        let Shape { sequences, key_heads, heads, keys, values, .. } = self.shape;
+        let head_groups = sequences * heads * groups;
+        let [key_slices, value_slices] = [keys, values].map(|all| all / SUM_COLUMNS as usize);
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
             Kernel::Step => self.slices().div_ceil(STEP_THREADS as usize / 32),
-            Kernel::Forward | Kernel::ForwardExact | Kernel::Chain | Kernel::Reverse => {
-                self.slices()
-            }
-            Kernel::Chains => 2 * self.slices(),
-            Kernel::ForwardSums | Kernel::ForwardOutputs | Kernel::ForwardOutputsExact => {
-                self.groups() * self.slices()
-            }
-            Kernel::Combine => {
+            Kernel::Chain | Kernel::Reverse => self.slices(),
+            Kernel::GroupStates | Kernel::GroupGradients => head_groups * key_slices,
+            Kernel::Forward => head_groups * value_slices,
+            Kernel::Backward => head_groups * (2 * key_slices + value_slices),
+            // They look for what there is to run.
+            Kernel::ForwardExact => self.ctas(Kernel::Forward, chunks, groups).min(EXACT_CTAS),
+            Kernel::BackwardExact => self.ctas(Kernel::Backward, chunks, groups).min(EXACT_CTAS),
+            Kernel::DecayGradients => head_groups,
+            Kernel::Combine | Kernel::CombineGradients => {
                 (sequences * heads * self.state_elements()).div_ceil(4 * THREADS as usize)
             }
             Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
@@ -606,7 +651,7 @@ impl LinearAttention {
         stream: RawStream,
         arguments: &Arguments,
     ) -> Result<()> {
-        let ctas = self.ctas(kernel, arguments.chunks as usize);
+        let ctas = self.ctas(kernel, arguments.chunks as usize, arguments.groups as usize);
         if ctas == 0 {
             return Ok(());
         }
@@ -650,20 +695,15 @@ mod tests {
 
     #[test]
     fn shared_memory_is_that_of_kernels() {
-        let [plain, delta] =
-            [false, true].map(|delta| LinearAttention::new(SHAPE, delta, 1.0).unwrap());
-        for (call, kernel, right) in [
-            (plain, Kernel::Forward, FORWARD_SHARED),
-            (delta, Kernel::Prepare, PREPARE_SHARED),
-            (plain, Kernel::Chain, CHAIN_SHARED),
-            (plain, Kernel::Reverse, REVERSE_SHARED),
-            (plain, Kernel::Chains, REVERSE_SHARED),
-            (delta, Kernel::Outputs, OUTPUTS_SHARED),
-            (delta, Kernel::Pull, PULL_SHARED),
-            (plain, Kernel::Gradients, GRADIENTS_SHARED),
-            (delta, Kernel::Chain, DELTA_CHAIN_SHARED),
-            (delta, Kernel::Reverse, DELTA_REVERSE_SHARED),
-            (delta, Kernel::Gradients, DELTA_GRADIENTS_SHARED),
+        let call = LinearAttention::new(SHAPE, true, 1.0).unwrap();
+        for (kernel, right) in [
+            (Kernel::Backward, SUM_SHARED),
+            (Kernel::Prepare, PREPARE_SHARED),
+            (Kernel::Outputs, OUTPUTS_SHARED),
+            (Kernel::Pull, PULL_SHARED),
+            (Kernel::Chain, DELTA_CHAIN_SHARED),
+            (Kernel::Reverse, DELTA_REVERSE_SHARED),
+            (Kernel::Gradients, DELTA_GRADIENTS_SHARED),
         ] {
             assert_eq!(call.shared_bytes(kernel), right as usize, "{kernel:?}");
         }
@@ -673,11 +713,12 @@ mod tests {
     fn groups_cover_all_chunks() {
         let call = LinearAttention::new(SHAPE, true, 1.0).unwrap();
         assert_eq!((call.chunks(), call.groups(), call.slices()), (16, 4, 24));
-        assert_eq!(call.ctas(Kernel::Heads, 4), 64);
-        assert_eq!(call.ctas(Kernel::Decays, 4), 12);
-        assert_eq!(call.ctas(Kernel::ForwardSums, 4), 96);
-        assert_eq!(call.ctas(Kernel::Combine, 4), 96);
-        assert_eq!(call.ctas(Kernel::Step, 1), 6);
+        assert_eq!(call.ctas(Kernel::Heads, 4, 4), 64);
+        assert_eq!(call.ctas(Kernel::Decays, 4, 4), 12);
+        assert_eq!(call.ctas(Kernel::Forward, 4, 4), 48);
+        assert_eq!(call.ctas(Kernel::Backward, 4, 1), 36);
+        assert_eq!(call.ctas(Kernel::Combine, 4, 4), 96);
+        assert_eq!(call.ctas(Kernel::Step, 1, 1), 6);
         assert_eq!(call.name(Kernel::Chain), "linear_attention_chain_128_128");
         let message = |shape| LinearAttention::new(shape, false, 1.0).unwrap_err().to_string();
         assert_eq!(message(Shape { keys: 96, ..SHAPE }), "K is 96; it must be 64 or 128");

@@ -17,6 +17,16 @@ pub(crate) fn given<'a, P: Parameter<'a>>(
     if is_given { decoder.parameter(name).map(Some) } else { Ok(None) }
 }
 
+/// As `given`, where the attribute `flag` is false.
+pub(crate) fn given_unless<'a, P: Parameter<'a>>(
+    decoder: &mut Decoder<'a>,
+    flag: &'static str,
+    name: &'static str,
+) -> Result<Option<P>> {
+    let is_absent: bool = decoder.parameter(flag)?;
+    if is_absent { Ok(None) } else { decoder.parameter(name).map(Some) }
+}
+
 /// Checks the shape of an array, by its name.
 pub(crate) fn check_shape(name: &str, dims: &[usize], right: &[usize]) -> Result {
     if dims == right {

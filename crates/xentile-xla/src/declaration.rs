@@ -165,6 +165,8 @@ pub enum Given {
     Always,
     /// Where this attribute is true.
     Where(&'static str),
+    /// Where this attribute is false.
+    Unless(&'static str),
     /// Where the caller gives it.
     Optional,
     /// Where the caller gives this operand.

@@ -9,7 +9,7 @@
 //! ARRAY: {"name", "dims": "*batch D" or {"by": ATTRIBUTE'S NAME, "cases": {VALUE: "*batch D", "*": ..}},
 //!   "dtype": ["f32", ..] or {"like": ARRAY'S NAME} or {"like_or_f32": ARRAY'S NAME} or "bytes",
 //!   "role": "input", "residual", "cotangent", "output", "gradient" or "scratch",
-//!   "given": "always", "optional", {"where": ATTRIBUTE'S NAME} or {"with": OPERAND'S NAME}}
+//!   "given": "always", "optional", {"where": ATTRIBUTE'S NAME}, {"unless": ATTRIBUTE'S NAME} or {"with": OPERAND'S NAME}}
 //! ATTRIBUTE: {"name", "type": "bool", "s64", "f64" or "text",
 //!   "range": null, [VALUE, ..] of words or integers, or {"at_least": 1}, {"finite": true},
 //!   {"above": 0}, {"from": 0, "to": 1 or null},
@@ -86,6 +86,7 @@ fn array(ArrayDecl { name, dims, dtype, role, given }: &ArrayDecl) -> String {
         Given::Always => quoted("always"),
         Given::Optional => quoted("optional"),
         Given::Where(attribute) => one("where", attribute),
+        Given::Unless(attribute) => one("unless", attribute),
         Given::With(operand) => one("with", operand),
     };
     let role = quoted(&format!("{role:?}").to_lowercase());

@@ -16,6 +16,7 @@ use crate::declaration::{
 
 const LIKE_Q: Dtype = Dtype::Like("q");
 const DELTA: Given = Given::Where("delta");
+const PLAIN: Given = Given::Unless("delta");
 const SHARED: Given = Given::Where("shared");
 
 const Q: ArrayDecl = input("q", "*batch T H K", FLOATS);
@@ -27,9 +28,9 @@ const INITIAL_STATE: ArrayDecl = input("initial_state", "*batch G K V", F32);
 /// The state after each group of chunks; the last is the final state.
 const STATES: &str = "*batch G T/group_tokens K V";
 
-/// On GPUs, sums of g and b in chunks, and what a group of chunks needs: with b its inverses and the values that enter
-/// its states, and its states before chunks, which a forward pass without b keeps to itself. In the backward pass what is
-/// read for gradients has a high and a low part. CPUs take all scratch and touch none.
+/// On GPUs, sums of g and b in chunks; with b, what a group of chunks needs: its inverses, the values that enter its states
+/// and its states before chunks, which have a high and a low part in the backward pass; without, the gradients of states
+/// before groups, and terms of dg. CPUs take all scratch and touch none.
 const DECAYS: ArrayDecl = scratch("decays", "*batch G T/64 192", F32);
 const INVERSE: ArrayDecl =
     scratch("inverse", "*batch G T/groups_times_chunk 8192", LIKE_Q).given(DELTA);
@@ -90,10 +91,12 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         DECAYS,
         INVERSE,
         scratch("values", SOLVED, LIKE_Q).given(DELTA),
-        scratch("chunk_states", SPLIT_STATES, LIKE_Q),
-        scratch("chunk_dstates", SPLIT_STATES, LIKE_Q),
+        scratch("chunk_states", SPLIT_STATES, LIKE_Q).given(DELTA),
+        scratch("chunk_dstates", SPLIT_STATES, LIKE_Q).given(DELTA),
         scratch("dvalues_local", "*batch G T/groups_times_chunk 64 V", F32).given(DELTA),
         scratch("dsolved", SOLVED, LIKE_Q).given(DELTA),
+        scratch("group_dstates", STATES, F32).given(PLAIN),
+        scratch("exponents", "*batch G T/64 256", F32).given(PLAIN),
         scratch("dq_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
         scratch("dk_parts", "*batch G T/groups_times_chunk 64 K", F32).given(SHARED),
     ],

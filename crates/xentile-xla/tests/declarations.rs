@@ -75,7 +75,7 @@ fn declared_names_are_unique_and_known() {
                 assert!(before.contains(other), "{target}: {name} is like {other}");
             }
             match array.given {
-                Given::Where(attribute) => {
+                Given::Where(attribute) | Given::Unless(attribute) => {
                     assert!(attributes.contains(attribute), "{target}: {name}");
                 }
                 Given::With(operand) => assert!(before.contains(operand), "{target}: {name}"),
@@ -166,7 +166,7 @@ fn handlers_name_arrays_in_order() {
             for (side, what) in ["argument", "result"].into_iter().enumerate() {
                 for (index, (array, ..)) in frame.arrays[side].iter().enumerate() {
                     // Kernels for GPUs take few extents, which is said before what a call lacks.
-                    let is_late = matches!(array.given, Given::Where(_)) && platform == "CUDA";
+                    let is_late = matches!(array.given, Given::Where(_) | Given::Unless(_)) && platform == "CUDA";
                     if is_late || matches!(array.given, Given::Optional | Given::With(_)) {
                         continue;
                     }
@@ -176,7 +176,7 @@ fn handlers_name_arrays_in_order() {
                     call.link();
                     let message = call.refused(handler);
                     let right = match array.given {
-                        Given::Where(_) => format!("`{}`", array.name),
+                        Given::Where(_) | Given::Unless(_) => format!("`{}`", array.name),
                         _ => format!("{what} {index} (`{}`)", array.name),
                     };
                     assert!(message.contains(&right), "{}: {message}; {right}", declaration.name());

@@ -10,7 +10,7 @@ use xla_ffi::{
 };
 
 use super::finite;
-use crate::arguments::{check_shape, given, invalid};
+use crate::arguments::{check_shape, given, given_unless, invalid};
 use crate::cpu::{Pool, ask_for_huge_pages};
 use crate::dtype::{self, with_element};
 use crate::target::target_list;
@@ -26,8 +26,9 @@ target_list! {
     );
 }
 
-/// Elements of a chunk on GPUs: of sums, and of an inverse.
+/// Elements of a chunk on GPUs: of sums, of terms of dg, and of an inverse.
 const DECAYS: usize = 192;
+const EXPONENTS: usize = 256;
 const INVERSE: usize = 8192;
 
 type Floats<'a> = Buffer<'a, f32>;
@@ -70,15 +71,17 @@ impl<'a> Parameter<'a> for ForwardScratch<'a> {
 
 impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let mut floats = Vec::new();
-        let mut rows = vec![
-            ("chunk_states", decoder.parameter("chunk_states")?),
-            ("chunk_dstates", decoder.parameter("chunk_dstates")?),
-        ];
+        let (mut floats, mut rows) = (Vec::new(), Vec::new());
+        for name in ["chunk_states", "chunk_dstates"] {
+            rows.extend(given(decoder, "delta", name)?.map(|array| (name, array)));
+        }
         floats.extend(
             given(decoder, "delta", "dvalues_local")?.map(|array| ("dvalues_local", array)),
         );
         rows.extend(given(decoder, "delta", "dsolved")?.map(|array| ("dsolved", array)));
+        for name in ["group_dstates", "exponents"] {
+            floats.extend(given_unless(decoder, "delta", name)?.map(|array| (name, array)));
+        }
         for name in ["dq_parts", "dk_parts"] {
             floats.extend(given(decoder, "shared", name)?.map(|array| (name, array)));
         }
@@ -186,6 +189,8 @@ impl Extents<'_> {
         let shape = |name| match name {
             "decays" => vec![heads, tokens.div_ceil(64), DECAYS],
             "inverse" => vec![heads, chunks, INVERSE],
+            "group_dstates" => vec![heads, tokens.div_ceil(self.group_tokens), keys, values],
+            "exponents" => vec![heads, tokens.div_ceil(64), EXPONENTS],
             "dvalues_local" => vec![heads, chunks, 64, values],
             "values" | "dsolved" => [&[heads, chunks], parts, &[64, values]].concat(),
             "dq_parts" | "dk_parts" => vec![heads, chunks, 64, keys],

@@ -7,7 +7,7 @@ use xentile_cuda::linear_attention::{self as kernels, LinearAttention, Shape};
 use xla_ffi::{Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
 use super::finite;
-use crate::arguments::{check_shape, given, invalid};
+use crate::arguments::{check_shape, given, given_unless, invalid};
 use crate::cuda::{Any, AnyMut, Floats, FloatsMut, failed};
 use crate::dtype;
 use crate::target::target_list;
@@ -41,10 +41,12 @@ struct Scratch<'a> {
 struct ForwardScratch<'a>(Option<AnyMut<'a>>);
 
 struct BackwardScratch<'a> {
-    states: AnyMut<'a>,
-    dstates: AnyMut<'a>,
+    states: Option<AnyMut<'a>>,
+    dstates: Option<AnyMut<'a>>,
     dvalues_local: Option<FloatsMut<'a>>,
     dsolved: Option<AnyMut<'a>>,
+    group_dstates: Option<FloatsMut<'a>>,
+    exponents: Option<FloatsMut<'a>>,
     parts: Option<[FloatsMut<'a>; 2]>,
 }
 
@@ -66,12 +68,12 @@ impl<'a> Parameter<'a> for ForwardScratch<'a> {
 
 impl<'a> Parameter<'a> for BackwardScratch<'a> {
     fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
-        let states = decoder.parameter("chunk_states")?;
-        let (dstates, dvalues_local, dsolved) = (
-            decoder.parameter("chunk_dstates")?,
-            given(decoder, "delta", "dvalues_local")?,
-            given(decoder, "delta", "dsolved")?,
-        );
+        let states = given(decoder, "delta", "chunk_states")?;
+        let dstates = given(decoder, "delta", "chunk_dstates")?;
+        let dvalues_local = given(decoder, "delta", "dvalues_local")?;
+        let dsolved = given(decoder, "delta", "dsolved")?;
+        let group_dstates = given_unless(decoder, "delta", "group_dstates")?;
+        let exponents = given_unless(decoder, "delta", "exponents")?;
         let dq_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dq_parts")?;
         let dk_parts: Option<FloatsMut<'a>> = given(decoder, "shared", "dk_parts")?;
         Ok(Self {
@@ -79,6 +81,8 @@ impl<'a> Parameter<'a> for BackwardScratch<'a> {
             dstates,
             dvalues_local,
             dsolved,
+            group_dstates,
+            exponents,
             parts: dq_parts.zip(dk_parts).map(|(q, k)| [q, k]),
         })
     }
@@ -258,15 +262,23 @@ fn backward(
         extents.check("db", b.dims(), &[tokens, heads])?;
     }
     extents.check("dinitial_state", gradients.initial_state.dims(), &state_axes)?;
-    extents.check_scratch(&scratch, Some(&more.states), &[2])?;
-    let last = [heads, group, 2, keys, values];
-    extents.check_rounded("chunk_dstates", more.dstates.dims(), more.dstates.dtype(), &last)?;
+    extents.check_scratch(&scratch, more.states.as_ref(), &[2])?;
+    if let Some(dstates) = &more.dstates {
+        let last = [heads, group, 2, keys, values];
+        extents.check_rounded("chunk_dstates", dstates.dims(), dstates.dtype(), &last)?;
+    }
     if let Some(dvalues_local) = &more.dvalues_local {
         extents.check("dvalues_local", dvalues_local.dims(), &[heads, group, CHUNK, values])?;
     }
     if let Some(array) = &more.dsolved {
         let last = [heads, group, 2, CHUNK, values];
         extents.check_rounded("dsolved", array.dims(), array.dtype(), &last)?;
+    }
+    if let Some(dstates) = &more.group_dstates {
+        extents.check("group_dstates", dstates.dims(), &[heads, extents.groups, keys, values])?;
+    }
+    if let Some(exponents) = &more.exponents {
+        extents.check("exponents", exponents.dims(), &[heads, extents.chunks, 4 * CHUNK])?;
     }
     for part in more.parts.iter().flatten() {
         extents.check("dq_parts` and `dk_parts", part.dims(), &[heads, group, CHUNK, keys])?;
@@ -287,11 +299,14 @@ fn backward(
         b: gradients.b.map(|b| b.as_ptr().cast()),
         initial_state: gradients.initial_state.as_ptr().cast(),
     };
-    let scratch = scratch.places(Some(&more.states));
+    let scratch = scratch.places(more.states.as_ref());
+    let floats = |array: Option<FloatsMut>| array.map_or(null_mut(), |array| array.as_ptr().cast());
     let more = kernels::BackwardScratch {
-        dstates: more.dstates.as_ptr(),
-        dvalues_local: more.dvalues_local.map_or(null_mut(), |array| array.as_ptr().cast()),
+        dstates: place(more.dstates.as_ref()),
+        dvalues_local: floats(more.dvalues_local),
         dsolved: place(more.dsolved.as_ref()),
+        group_dstates: floats(more.group_dstates),
+        exponents: floats(more.exponents),
         parts: more.parts.map(|parts| parts.map(|part| part.as_ptr().cast())),
     };
     // SAFETY: XLA's stream and buffers, whose shapes were checked.

@@ -100,8 +100,10 @@ pub fn right(declaration: &'static Declaration, platform: &str, choose: Choose<'
         for array in side {
             let is_given = match array.given {
                 Given::Always => true,
-                Given::Where(attribute) => {
-                    !matches!(made.values.get(attribute), None | Some(Value::Bool(false)))
+                Given::Where(attribute) | Given::Unless(attribute) => {
+                    let is_false =
+                        matches!(made.values.get(attribute), None | Some(Value::Bool(false)));
+                    is_false == matches!(array.given, Given::Unless(_))
                 }
                 Given::Optional => choose(Choice::Free, 2) == 1,
                 Given::With(operand) => made.dtypes.contains_key(operand),

@@ -132,7 +132,10 @@ class Target:
 
         def is_given(one: Mapping[str, Any]) -> bool:
             given = one["given"]
-            return given == "always" or bool(values.get(given["where"]))
+            if given == "always":
+                return True
+            ((how, attribute),) = given.items()
+            return bool(values.get(attribute)) == (how == "where")
 
         return [one for one in self.declared[side] if is_given(one)]
 

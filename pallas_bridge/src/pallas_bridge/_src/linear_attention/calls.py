@@ -26,10 +26,10 @@ WIDTHS = (64, 128)
 # Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
-# CTAs of the forward kernel, each of 32 columns of values of a head, that leave half of a GPU's
-# multiprocessors idle, and those that leave none: linear attention with as few runs as many groups
-# at once, if they have so many chunks. More groups make the backward pass slower than they gain.
-FEW_CTAS, MANY_CTAS, LEAST_CHUNKS_AT_ONCE = 66, 128, 16
+# Linear attention runs its groups at once, but for heads that share keys. CTAs, each of 64 columns of
+# a head and group, that fill a GPU's multiprocessors twice; and the chunks of a group: with few, sums
+# of float32 that dg is from have few terms.
+MANY_CTAS, CHUNKS_AT_ONCE = 256, (8, 32)
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
 
@@ -59,9 +59,10 @@ class Call:
             return Call(options, chunks, -(-every // chunks), False, implementation)
         batch, _, heads, columns = v.shape
         most = max(GROUP // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
-        ctas = batch * heads * columns // 32
-        if len(arrays) < DELTA_ARRAYS and ctas <= FEW_CTAS:
-            most = min(most, max(every * ctas // MANY_CTAS, LEAST_CHUNKS_AT_ONCE))
+        if len(arrays) < DELTA_ARRAYS:
+            ctas, (least, last) = batch * heads * columns // 64, CHUNKS_AT_ONCE
+            at_once = min(max(every * ctas // MANY_CTAS, least), last)
+            most = at_once if heads == q.shape[2] else min(most, at_once)
         groups = -(-every // min(most, every))
         chunks = -(-every // groups)
         return Call(options, chunks, -(-every // chunks), True, implementation)
@@ -191,12 +192,14 @@ def _scratch(call: Call, is_backward: bool, arrays: Any) -> list[jax.Array]:
     rows, states = (jnp.zeros((*parts, count, columns), q.dtype) for count in (CHUNK, width))
     if is_delta:
         found += [jnp.zeros((*group, 2 * CHUNK * CHUNK), q.dtype), rows]
-    if is_delta or is_backward:
-        found.append(states)
+        found += [states] * (2 if is_backward else 1)
     if is_backward:
-        found.append(states)
         if is_delta:
             found += [jnp.zeros((*group, CHUNK, columns), jnp.float32), rows]
+        else:
+            chunks = -(-tokens // CHUNK)
+            for count, *rest in ((call.groups, width, columns), (chunks, 4 * CHUNK)):
+                found.append(jnp.zeros((batch, heads, count, *rest), jnp.float32))
         if q.shape[2] != heads:
             found += [jnp.zeros((*group, CHUNK, width), jnp.float32)] * 2
     return found
