@@ -72,14 +72,14 @@ struct SplitOperand {
 };
 
 // sums += left right. Complete after `wait`.
-template <int kWidth>
+template <int kWidth, int kParts = 2>
 __device__ inline void multiply_along(Sums<kWidth / 8>& sums, SplitOperand& left, Tile<kWidth> right) {
   const uint64_t of_right = kHasWarpgroups ? ptx::transposed_of(right.base, Tile<kWidth>::kPanelBytes) : 0;
 #pragma unroll
   for (int step = 0; step < kChunk / 16; ++step) {
     if constexpr (kHasWarpgroups) {
       hopper::multiply<Bf16>(sums, left.high[step], of_right + step * (16 * 128 / 16));
-      hopper::multiply<Bf16>(sums, left.low[step], of_right + step * (16 * 128 / 16));
+      if constexpr (kParts == 2) hopper::multiply<Bf16>(sums, left.low[step], of_right + step * (16 * 128 / 16));
     } else {
 #pragma unroll
       for (int n = 0; n < kWidth / 8; n += 2) {
@@ -87,8 +87,10 @@ __device__ inline void multiply_along(Sums<kWidth / 8>& sums, SplitOperand& left
         right.right(y, step * 16, n / 2);
         mma::multiply(sums[n], left.high[step], y[0], y[1]);
         mma::multiply(sums[n + 1], left.high[step], y[2], y[3]);
-        mma::multiply(sums[n], left.low[step], y[0], y[1]);
-        mma::multiply(sums[n + 1], left.low[step], y[2], y[3]);
+        if constexpr (kParts == 2) {
+          mma::multiply(sums[n], left.low[step], y[0], y[1]);
+          mma::multiply(sums[n + 1], left.low[step], y[2], y[3]);
+        }
       }
     }
   }
@@ -185,7 +187,7 @@ struct RowDecays {
 template <class Each>
 __device__ inline void for_each_cta(const Arguments& a, int slices, const Each& each) {
   const uint32_t count = a.sequences * a.heads * a.groups * slices;
-  for (uint32_t cta = blockIdx.x; cta < count; cta += gridDim.x) each(cta / slices, static_cast<int>(cta % slices));
+  for (uint32_t cta = blockIdx.x; cta < count; cta += gridDim.x) each(cta);
 }
 
 template <int K, int V, Result kResult, Part kPart>
@@ -195,9 +197,12 @@ struct CausalSum {
   static constexpr bool kIsOfKeys = kResult == Result::kDq || kResult == Result::kDk;
   static constexpr int kWidth = kIsOfKeys ? V : K, kAll = kIsOfKeys ? K : V;
   static constexpr int kSlices = kAll / kSumColumns;
-  // Parts of the state that rows read.
-  static constexpr int kParts = kIsOfKeys ? 2 : 1;
+  // Parts of the state that rows read, and of scores. Those of o and dv have a rounding to bf16.
+  static constexpr int kParts = kResult == Result::kO ? 1 : 2;
+  static constexpr int kScoreParts = kResult == Result::kDv ? 1 : 2;
   static constexpr int kTiles = kWidth / 8;
+  // States [K, V] are transposed where columns are those of values.
+  static constexpr int kRowStride = kIsOfKeys ? V : 1, kColumnStride = kIsOfKeys ? 1 : V;
   using Wide = Tile<kWidth>;
   using Narrow = Tile<kSumColumns>;
   static constexpr bool kHasRows = kPart == Part::kRows;
@@ -296,7 +301,7 @@ struct CausalSum {
 
   __device__ static void run(const Arguments& a) { run(a, blockIdx.x / kSlices, blockIdx.x % kSlices); }
   __device__ static void run_exactly(const Arguments& a) {
-    for_each_cta(a, kSlices, [&](int64_t head_group, int slice) { run_exactly(a, head_group, slice); });
+    for_each_cta(a, kSlices, [&](uint32_t cta) { run_exactly(a, cta / kSlices, cta % kSlices); });
   }
 
   // Returns whether the last state is finite.
@@ -305,7 +310,8 @@ struct CausalSum {
     const CausalSum s{ptx::shared_address(mma::shared_memory())};
     const ChunkIndex& index = place.index;
     const int column = place.slice * kSumColumns, first = place.group * static_cast<int>(a.chunks);
-    const int chunks = min(static_cast<int>(a.chunks), static_cast<int>(a.all_chunks) - first);
+    const int rest = static_cast<int>(a.all_chunks) - first;
+    const int chunks = kResult == Result::kO && a.groups == 1 ? rest : min(static_cast<int>(a.chunks), rest);
     const auto array = [&](const void* from, bool is_of_keys) {
       return is_of_keys ? of_keys(a, index, from) : of_values(a, index, from);
     };
@@ -392,8 +398,6 @@ struct CausalSum {
   template <bool kExact, class Step>
   __device__ float walk(const Arguments& a, const Place& place, int chunks, const Step& step) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = warp * 16;
-    // States [K, V] are transposed where columns are those of values.
-    constexpr int kRowStride = kIsOfKeys ? V : 1, kColumnStride = kIsOfKeys ? 1 : V;
     const int64_t own = int64_t{place.slice * kSumColumns + row} * kRowStride;
     Sums<kTiles> x;
     const float* from = before(a, place);
@@ -445,16 +449,27 @@ struct CausalSum {
         share(x, row);
       }
       publish();
-    }
-    if (!kHasRows || (kResult == Result::kO && place.groups == 1)) {
-      float* to = after(a, place.index.sequence_head, place.groups, place.group) + own;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to[row_of(i) * kRowStride + (n * 8 + column_of(i)) * kColumnStride] = x[n][i];
+      // Of one launch for all groups, and of one for each, which begins where that of the group after it ended.
+      const int done = c + 1;
+      if (kResult == Result::kO && a.groups == 1 && (done == chunks || done % static_cast<int>(a.chunks) == 0)) {
+        write(x, after(a, place.index.sequence_head, place.groups, c / static_cast<int>(a.chunks)) + own);
       }
     }
+    if (!kHasRows || (kResult == Result::kDk && a.groups == 1)) {
+      write(x, after(a, place.index.sequence_head, place.groups, place.group) + own);
+    }
+    if (kHasRows && kResult == Result::kDk && a.groups == 1 && place.group == 0) {
+      write(x, a.dbefore + place.index.sequence_head * a.dbefore_stride + own);
+    }
     return nan_unless_finite<false>(x);
+  }
+
+  __device__ static void write(const Sums<kTiles>& x, float* to) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[row_of(i) * kRowStride + (n * 8 + column_of(i)) * kColumnStride] = x[n][i];
+    }
   }
 
   // Writes a warp's rows of the state to shared memory.
@@ -506,7 +521,7 @@ struct CausalSum {
         for (int i = 0; i < 4; ++i) operand.set(k, i, scores[2 * k + i / 2][i % 2 * 2], scores[2 * k + i / 2][i % 2 * 2 + 1]);
       }
       begin_products();
-      multiply_along<kSumColumns>(y, operand, value(c));
+      multiply_along<kSumColumns, kScoreParts>(y, operand, value(c));
       end_products();
       if constexpr (kIsOfKeys) load_gate(gate, a, place, chunk, count, row);
       wait_for<0>(y);
@@ -618,30 +633,34 @@ struct CausalSum {
   }
 };
 
-// The gradients of q, k and v: a CTA has a head, a group and a slice of one of them.
+// The gradients of q, k and v: a CTA has a head, a group and a slice of one of them. CTAs of a multiprocessor have the same
+// one, as instructions of two do not fit its cache: that takes 1.5 times as long.
 template <int K, int V>
 struct AllGradients {
-  static constexpr int kOfKeys = K / kSumColumns, kOfAll = 2 * kOfKeys + V / kSumColumns;
+  static constexpr uint32_t kOfKeys = K / kSumColumns, kOfValues = V / kSumColumns;
   template <Result kResult>
   using Sum = CausalSum<K, V, kResult, Part::kRows>;
 
   __device__ static void run(const Arguments& a) {
-    const auto run = [&](auto sum, int64_t head_group, int slice) { sum.run(a, head_group, slice); };
-    run_slice(run, blockIdx.x / kOfAll, blockIdx.x % kOfAll);
+    const auto run = [&](auto sum, uint32_t head_group, int slice) { sum.run(a, head_group, slice); };
+    run_cta(a, run, blockIdx.x);
   }
   __device__ static void run_exactly(const Arguments& a) {
-    const auto run = [&](auto sum, int64_t head_group, int slice) { sum.run_exactly(a, head_group, slice); };
-    for_each_cta(a, kOfAll, [&](int64_t head_group, int slice) { run_slice(run, head_group, slice); });
+    const auto run = [&](auto sum, uint32_t head_group, int slice) { sum.run_exactly(a, head_group, slice); };
+    for_each_cta(a, 2 * kOfKeys + kOfValues, [&](uint32_t cta) { run_cta(a, run, cta); });
   }
 
   template <class Run>
-  __device__ static void run_slice(const Run& run, int64_t head_group, int slice) {
-    if (slice < kOfKeys) {
-      run(Sum<Result::kDq>{}, head_group, slice);
-    } else if (slice < 2 * kOfKeys) {
-      run(Sum<Result::kDk>{}, head_group, slice - kOfKeys);
+  __device__ static void run_cta(const Arguments& a, const Run& run, uint32_t cta) {
+    const uint32_t of_keys = a.sequences * a.heads * a.groups * kOfKeys;
+    if (cta < of_keys) {
+      run(Sum<Result::kDq>{}, cta / kOfKeys, cta % kOfKeys);
+    } else if (cta < 2 * of_keys) {
+      cta -= of_keys;
+      run(Sum<Result::kDk>{}, cta / kOfKeys, cta % kOfKeys);
     } else {
-      run(Sum<Result::kDv>{}, head_group, slice - 2 * kOfKeys);
+      cta -= 2 * of_keys;
+      run(Sum<Result::kDv>{}, cta / kOfValues, cta % kOfValues);
     }
   }
 };

@@ -70,6 +70,8 @@ numbers! {
 
 /// Threads of a CTA that multiplies for one chunk alone.
 const CHUNK_THREADS: u32 = 128;
+/// CTAs of a forward pass that fill a GPU without groups at once.
+const FULL_CTAS: usize = 128;
 /// The most CTAs of kernels that run again what is not finite.
 const EXACT_CTAS: usize = 128;
 /// Columns of keys and of values that kernels have.
@@ -318,8 +320,12 @@ impl LinearAttention {
             all.after = outputs.states;
             use Kernel as K;
             let kernels = [K::GroupStates, K::Combine, K::Forward, K::ForwardExact];
-            // One group needs no state before it.
-            let first = if self.groups() == 1 { 2 } else { 0 };
+            // Enough heads run one group after another.
+            let is_full = self.ctas(K::Forward, 0, 1) >= FULL_CTAS;
+            let first = if is_full || self.groups() == 1 { 2 } else { 0 };
+            if first > 0 {
+                all.groups = 1;
+            }
             for &kernel in &kernels[first..] {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
@@ -428,14 +434,17 @@ impl LinearAttention {
         shares: bool,
     ) -> Result<()> {
         use Kernel as K;
-        // Of heads that share keys, a group's float32 parts of dq and dk are added before the next group's overwrite them.
+        // Of heads that share keys, a group's float32 parts of dq and dk are added before those of the group before it
+        // overwrite them, and it begins with the gradients of states that the last one wrote.
         let launches = if shares { self.groups() } else { 1 };
-        for kernel in [K::GroupGradients, K::CombineGradients] {
-            // SAFETY: passed on from this function's contract.
-            unsafe { self.launch(kernel, stream, &all) }?;
-        }
         all.groups = (self.groups() / launches) as u32;
-        for first in 0..launches {
+        if all.groups > 1 {
+            for kernel in [K::GroupGradients, K::CombineGradients] {
+                // SAFETY: passed on from this function's contract.
+                unsafe { self.launch(kernel, stream, &all) }?;
+            }
+        }
+        for first in (0..launches).rev() {
             all.first = (first * self.shape.group) as u32;
             let kernels = [K::Backward, K::BackwardExact];
             for &kernel in kernels.iter().chain(shares.then_some(&K::Heads)) {
@@ -585,7 +594,7 @@ impl LinearAttention {
             Kernel::GroupStates | Kernel::GroupGradients => 4 * stage(self.shape.values, 1),
             Kernel::Forward | Kernel::ForwardExact => sum(self.shape.keys, 1),
             Kernel::Backward | Kernel::BackwardExact => {
-                sum(self.shape.values, 2).max(sum(self.shape.keys, 1))
+                sum(self.shape.values.max(self.shape.keys), 2)
             }
             Kernel::DecayGradients => self.shape.group * 4,
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,

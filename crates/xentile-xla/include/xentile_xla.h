@@ -351,7 +351,8 @@ struct XLA_FFI_Error* xentile_linear_attention_forward_cuda(struct XLA_FFI_CallF
 /* xentile_linear_attention_backward: The gradients of all arguments, from the states that
  * forward gave and the cotangents of o and of the final state. (q, k, v, g, b, initial_state,
  * states, do, dfinal_state) -> (dq, dk, dv, dg, db, dinitial_state, decays, inverse, values,
- * chunk_states, chunk_dstates, dvalues_local, dsolved, dq_parts, dk_parts). */
+ * chunk_states, chunk_dstates, dvalues_local, dsolved, group_dstates, exponents, dq_parts,
+ * dk_parts). */
 struct XLA_FFI_Error* xentile_linear_attention_backward_host(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_linear_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
