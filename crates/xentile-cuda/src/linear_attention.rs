@@ -581,8 +581,7 @@ impl LinearAttention {
         let decays = 3 * chunk * 4;
         // Of a chunk, rows of `width` columns for each operand of scores, those of a slice, and sums of g.
         let wide = |width: usize| chunk * width * 2;
-        let stage =
-            |width, count| count * wide(width) + wide(SUM_COLUMNS as usize) + 2 * chunk * 4;
+        let stage = |width, count| count * wide(width) + wide(SUM_COLUMNS as usize) + 2 * chunk * 4;
         // Two chunks, and parts of a state.
         let sum = |width, parts| 2 * stage(width, 2) + parts * wide(width);
         match kernel {

@@ -166,7 +166,8 @@ fn handlers_name_arrays_in_order() {
             for (side, what) in ["argument", "result"].into_iter().enumerate() {
                 for (index, (array, ..)) in frame.arrays[side].iter().enumerate() {
                     // Kernels for GPUs take few extents, which is said before what a call lacks.
-                    let is_late = matches!(array.given, Given::Where(_) | Given::Unless(_)) && platform == "CUDA";
+                    let is_late = matches!(array.given, Given::Where(_) | Given::Unless(_))
+                        && platform == "CUDA";
                     if is_late || matches!(array.given, Given::Optional | Given::With(_)) {
                         continue;
                     }

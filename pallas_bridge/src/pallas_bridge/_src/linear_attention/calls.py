@@ -26,9 +26,9 @@ WIDTHS = (64, 128)
 # Elements of the states of a group's chunks: enough for several CTAs on every multiprocessor.
 GROUP = 1 << 24
 LEAST_CHUNKS = 4
-# Linear attention runs its groups at once, but for heads that share keys. CTAs, each of 64 columns of
-# a head and group, that fill a GPU's multiprocessors twice; and the chunks of a group: with few, sums
-# of float32 that dg is from have few terms.
+# Linear attention runs its groups at once, but for heads that share keys. CTAs of 64 columns that
+# fill a GPU's multiprocessors twice, and the least and most chunks of a group: dg is from sums over
+# it in float32.
 MANY_CTAS, CHUNKS_AT_ONCE = 256, (8, 32)
 # GPUs whose CTAs have the shared memory that kernels need, by their compute capability.
 CAPABILITIES = ("9.0", "10.0", "10.3")
