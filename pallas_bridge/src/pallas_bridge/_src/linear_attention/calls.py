@@ -58,8 +58,10 @@ class Call:
             chunks = min(-(-Program.of(options, arrays).group // CHUNK), every)
             return Call(options, chunks, -(-every // chunks), False, implementation)
         batch, _, heads, columns = v.shape
-        most = max(GROUP // max(batch * heads * q.shape[-1] * columns, 1), LEAST_CHUNKS)
-        if len(arrays) < DELTA_ARRAYS:
+        is_delta = len(arrays) == DELTA_ARRAYS
+        elements = batch * heads * q.shape[-1] * columns
+        most = max(GROUP * (1 if is_delta else 2) // max(elements, 1), LEAST_CHUNKS)
+        if not is_delta:
             ctas, (least, last) = batch * heads * columns // 64, CHUNKS_AT_ONCE
             at_once = min(max(every * ctas // MANY_CTAS, least), last)
             most = at_once if heads == q.shape[2] else min(most, at_once)
