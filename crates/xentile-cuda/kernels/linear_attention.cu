@@ -12,12 +12,10 @@ using namespace xentile;
 
 LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 
-// A CTA has a head, a group and a slice of kLinearSumColumns of `columns`.
-#define LINEAR_SUM(name, result, part, run, K, V, columns)                                      \
+#define LINEAR_SUM(name, result, part, run, K, V)                                               \
   LINEAR_KERNEL(name##_##K##_##V, kLinearThreads, 2,                                            \
                 linear_attention::CausalSum<K, V, linear_attention::Result::result,             \
-                                            linear_attention::Part::part>::                     \
-                    run(a, blockIdx.x / (columns / kLinearSumColumns), blockIdx.x % (columns / kLinearSumColumns)))
+                                            linear_attention::Part::part>::run(a))
 
 #define LINEAR_OF_KEYS(K)                                                                       \
   LINEAR_KERNEL(prepare_##K, 128, 3, linear_attention::Prepare<K>::run(a))                      \
@@ -25,10 +23,10 @@ LINEAR_KERNEL(decays, kLinearThreads, 1, linear_attention::decays(a))
 
 #define LINEAR_OF(K, V)                                                                         \
   LINEAR_KERNEL(step_##K##_##V, kLinearStepThreads, 2, linear_attention::Step<K, V>::run(a))    \
-  LINEAR_SUM(group_states, kDq, kStates, run, K, V, K)                                          \
-  LINEAR_SUM(group_gradients, kDk, kStates, run, K, V, K)                                       \
-  LINEAR_SUM(forward, kO, kRows, run, K, V, V)                                                  \
-  LINEAR_SUM(forward_exact, kO, kRows, run_exactly, K, V, V)                                    \
+  LINEAR_SUM(group_states, kDq, kStates, run, K, V)                                          \
+  LINEAR_SUM(group_gradients, kDk, kStates, run, K, V)                                       \
+  LINEAR_SUM(forward, kO, kRows, run, K, V)                                                  \
+  LINEAR_SUM(forward_exact, kO, kRows, run_exactly, K, V)                                    \
   LINEAR_KERNEL(backward_##K##_##V, kLinearThreads, 2, linear_attention::AllGradients<K, V>::run(a)) \
   LINEAR_KERNEL(backward_exact_##K##_##V, kLinearThreads, 2,                                    \
                 linear_attention::AllGradients<K, V>::run_exactly(a))                           \

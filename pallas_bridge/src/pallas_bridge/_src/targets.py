@@ -135,7 +135,8 @@ class Target:
             if given == "always":
                 return True
             ((how, attribute),) = given.items()
-            return bool(values.get(attribute)) == (how == "where")
+            is_true = bool(values.get(attribute))
+            return is_true if how == "where" else not is_true
 
         return [one for one in self.declared[side] if is_given(one)]
 
