@@ -451,8 +451,9 @@ def draw(logits: Any, seeds: Any, step: int, has_kernel: bool, **options: Any) -
     given = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, **options}
 
     def run(logits: Any, seeds: Any, given: Any) -> tuple[Any, Any]:
-        sampler = sampling.make_sampler(seeds, sampling.Sampling(**given), has_kernel)
-        return sampler(logits, jnp.full(seeds.shape, step))
+        starts = jnp.full(seeds.shape, 2)
+        sampler = sampling.make_sampler(seeds, sampling.Sampling(**given), has_kernel, starts)
+        return sampler(logits, step - starts)
 
     found: tuple[Any, Any] = jax.jit(run)(logits, jnp.asarray(seeds), given)
     return found
@@ -466,7 +467,7 @@ def test_the_call_that_draws_is_as_declared() -> None:
     traced = jax.jit(run).trace(jnp.zeros((3, 50), jnp.bfloat16), jnp.zeros(3, jnp.int32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (line for line in text.splitlines() if sampling_kernel.TARGET in line)
-    arrays = "tensor<3x50xf32>, tensor<3x2xi32>, tensor<3xi32>, tensor<4xf32>"
+    arrays = "tensor<3x50xf32>, tensor<3x2xi32>, tensor<3xi32>, tensor<3xi32>, tensor<4xf32>"
     assert f"({arrays}) -> (tensor<3xi32>, tensor<3xf32>)" in line
 
 
@@ -474,6 +475,7 @@ DRAWS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
     {"top_k": 50},
+    {"top_k": 400, "min_p": 1e-3},
     {"top_p": 0.9},
     {"temperature": 3.0, "top_p": 0.999, "min_p": 1e-4},
 ]
@@ -486,6 +488,8 @@ def test_the_kernel_draws_what_xla_draws(rng: np.random.Generator, vocab: int) -
     logits *= jnp.repeat(jnp.asarray([0.02, 1.5, 6.0]), 8)[:, None]
     # Half of the rows have many equal logits.
     logits = logits.at[::2].set(jnp.round(4 * logits[::2]) / 4)
+    # The largest ones are a CTA's.
+    logits = logits.at[9].set(jnp.sort(logits[9]))
     seeds = rng.integers(-(2**31), 2**31, 24)
     same = 0
     for step, options in enumerate(DRAWS):
@@ -496,7 +500,7 @@ def test_the_kernel_draws_what_xla_draws(rng: np.random.Generator, vocab: int) -
         same += is_same.sum()
         np.testing.assert_allclose(logps[is_same], right_logps[is_same], atol=1e-4)
         # A row depends on no other: in another order, with other rows, with other clusters.
-        for rows in (slice(None, None, -1), slice(5, 8)):
+        for rows in (slice(None, None, -1), slice(5, 8), slice(22, 24)):
             others, other_logps = draw(logits[rows], seeds[rows], step, True, **options)
             assert (others == tokens[rows]).all() and (other_logps == logps[rows]).all()
     assert same >= 24 * len(DRAWS) - 1

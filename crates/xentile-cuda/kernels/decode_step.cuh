@@ -145,6 +145,8 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, int 
     }
     copy_weights(Sizes::kLayerStages - Sizes::kQkvStages, a.pace);
   }
+  // A sampler may be launched; it waits for the end of this kernel.
+  ptx::launch_dependents();
   // The head waits for nothing: full depth.
   max_in_flight = kStages;
   copy_weights(head_stages(a.vocab), 0);

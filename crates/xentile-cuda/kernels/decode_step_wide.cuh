@@ -227,6 +227,8 @@ __device__ inline void produce(const DecodeStepArguments& a, uint32_t ring, cons
     copy_weights(2 * P::kMlpGroups * P::kHiddenParts, P::kHiddenBytes);
     copy_weights(P::kOutGroups * P::kMlpParts, kStageBytes);
   }
+  // A sampler may be launched; it waits for the end of this kernel.
+  ptx::launch_dependents();
   // The head waits for nothing: full depth. A tile of 8 rows has its parts side by side.
   max_in_flight = P::kRing;
   const int tiles = (a.vocab + 7) / 8;

@@ -86,19 +86,6 @@ __device__ inline int2 hull(int2 x, int2 y) {
   return x.x >= x.y ? y : make_int2(min(x.x, y.x), max(x.y, y.y));
 }
 
-__device__ inline void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits for the end of the previous kernel.
-__device__ inline void wait_for_prerequisites() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 template <int kPending>
 __device__ inline void wait_for_stages() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -163,7 +150,7 @@ struct Forward {
   __device__ static void run(const FlashAttentionDecodeArguments& all) {
     extern __shared__ __align__(1024) uint8_t dynamic[];
     __shared__ Shared shared;
-    launch_dependents();
+    ptx::launch_dependents();
     Forward of{all, all.of, shared, reinterpret_cast<Entry*>(dynamic + kStagesBytes), 0, 0, 0, 0, 0};
     of.stages = ptx::shared_address(dynamic);
     of.rows = of.a.group * of.a.queries;
@@ -610,7 +597,7 @@ __device__ inline void merge(const FlashAttentionDecodeArguments& all) {
   const bool has_column = column < a.value_width;
   const float* of_lse = all.partial_lse + head * all.chunks * rows + row;
   const float* of_o = all.partials + (head * all.chunks * rows + row) * a.value_width + column;
-  wait_for_prerequisites();
+  ptx::wait_for_previous_kernel();
   float most = -infinity(), total = 0;
   float4 value = make_float4(0, 0, 0, 0);
   // Each chunk is read by the same threads in every pass.

@@ -201,6 +201,20 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Lets a next kernel that is launched early start.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the previous kernel, where this one is launched early.
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The same place in the shared memory of CTA `rank` of the cluster.
 __device__ inline uint32_t in_cta(uint32_t address, uint32_t rank) {
   uint32_t mapped;

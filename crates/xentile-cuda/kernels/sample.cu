@@ -9,4 +9,9 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 1)
   xentile::sample::draw(a, memory);
 }
 
+extern "C" __global__ void __launch_bounds__(kSampleThreads, 1)
+    sample_noise(const __grid_constant__ SampleArguments a) {
+  xentile::sample::draw_bounds(a);
+}
+
 #endif

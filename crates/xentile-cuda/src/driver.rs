@@ -155,24 +155,25 @@ pub(crate) struct Extent {
 impl Extent {
     /// Calls `body` with the launch configuration.
     fn with_config<R>(self, stream: RawStream, body: impl FnOnce(&LaunchConfig) -> R) -> R {
-        self.with_attribute(stream, self.cluster_attribute(), body)
+        self.with_attributes(stream, self.cluster_attribute().as_slice(), body)
     }
 
     fn cluster_attribute(self) -> Option<Attribute> {
         self.cluster.map(|ctas| (abi::CLUSTER_DIMENSION, [ctas, 1, 1]))
     }
 
-    /// Calls `body` with the launch configuration and one more attribute.
-    fn with_attribute<R>(
+    /// Calls `body` with the launch configuration and at most two attributes.
+    fn with_attributes<R>(
         self,
         stream: RawStream,
-        attribute: Option<Attribute>,
+        attributes: &[Attribute],
         body: impl FnOnce(&LaunchConfig) -> R,
     ) -> R {
-        let (id, values) = attribute.unwrap_or_default();
-        let mut value = [0; 16];
-        value[..3].copy_from_slice(&values);
-        let all = LaunchAttribute { id, pad: [0; 4], value };
+        let mut all = [LaunchAttribute { id: 0, pad: [0; 4], value: [0; 16] }; 2];
+        for (to, (id, values)) in all.iter_mut().zip(attributes) {
+            to.id = *id;
+            to.value[..3].copy_from_slice(values);
+        }
         body(&LaunchConfig {
             gridDimX: self.ctas,
             gridDimY: self.rows,
@@ -182,8 +183,8 @@ impl Extent {
             blockDimZ: 1,
             sharedMemBytes: self.shared_bytes,
             hStream: stream,
-            attrs: &raw const all,
-            numAttrs: attribute.is_some().into(),
+            attrs: all.as_ptr(),
+            numAttrs: attributes.len() as c_uint,
         })
     }
 }
@@ -495,7 +496,7 @@ impl Driver {
         arguments: &A,
     ) -> Result<()> {
         // SAFETY: passed on from this function's contract.
-        unsafe { self.launch_with(extent.cluster_attribute(), kernel, extent, stream, arguments) }
+        unsafe { self.launch_with(None, kernel, extent, stream, arguments) }
     }
 
     /// Launches a kernel that may start before the previous kernel ends, and waits for it with
@@ -531,6 +532,8 @@ impl Driver {
         unsafe { self.launch_with(cooperative, kernel, extent, stream, arguments) }
     }
 
+    /// Launches a kernel with the extent's clusters and one more attribute.
+    ///
     /// # Safety
     /// As for [`launch`](Self::launch).
     unsafe fn launch_with<A>(
@@ -542,7 +545,8 @@ impl Driver {
         arguments: &A,
     ) -> Result<()> {
         let mut parameters = [std::ptr::from_ref(arguments).cast_mut().cast::<c_void>()];
-        let code = extent.with_attribute(stream, attribute, |config| {
+        let attributes: Vec<_> = extent.cluster_attribute().into_iter().chain(attribute).collect();
+        let code = extent.with_attributes(stream, &attributes, |config| {
             // SAFETY: passed on from this function's contract. The driver copies the struct.
             unsafe { (self.launch)(config, kernel, parameters.as_mut_ptr(), null_mut()) }
         });

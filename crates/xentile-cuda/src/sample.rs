@@ -5,7 +5,7 @@ mod arguments;
 
 use std::ffi::c_void;
 
-use arguments::{Arguments, MAX_CTAS, MOST_COLUMNS, SHARED_BYTES, THREADS};
+use arguments::{Arguments, MAX_CTAS, MOST_COLUMNS, NOISE_CTAS, SHARED_BYTES, THREADS};
 
 use crate::cache::Cache;
 use crate::driver::{DeviceNumber, Driver, Extent, Kernel, RawStream};
@@ -31,14 +31,29 @@ pub struct Arrays {
     pub logits: *const f32,
     /// `[rows, 2]`: keys of threefry2x32.
     pub keys: *const u32,
-    /// `[rows]`: a key has other noise in each step.
+    /// `[rows]`
     pub steps: *const i32,
+    /// `[rows]`: a step and its start, added up, give a key its own noise.
+    pub starts: *const i32,
     /// `[4]`: temperature, top_k, top_p and min_p.
     pub options: *const f32,
     /// `[rows]`: the tokens, -1 in rows without a finite largest logit.
     pub tokens: *mut i32,
     /// `[rows]`: their log-probabilities at the temperature, NaN in those rows.
     pub logps: *mut f32,
+    /// `[rows, vocab]`: scratch for the noise of a kernel of more CTAs than a cluster has; null without it, where few
+    /// columns get noise, and for rows that fill a GPU.
+    pub bounds: *mut f32,
+}
+
+/// What draws on a device.
+#[derive(Clone, Copy)]
+struct Ready {
+    kernel: Kernel,
+    /// Draws noise for `kernel`.
+    noise_kernel: Kernel,
+    /// The most CTAs of a cluster that the device runs.
+    most_ctas: u32,
 }
 
 impl Sample {
@@ -88,13 +103,23 @@ impl Sample {
             return Ok(());
         }
         // SAFETY: passed on from this function's contract.
-        let (kernel, most_ctas) = unsafe { self.ready(stream) }?;
-        let Arrays { logits, keys, steps, options, tokens, logps } = arrays;
-        let vocab = self.vocab as i32;
-        let arguments = Arguments { logits, keys, steps, options, tokens, logps, vocab };
+        let Ready { kernel, noise_kernel, most_ctas } = unsafe { self.ready(stream) }?;
+        let Arrays { logits, keys, steps, starts, options, tokens, logps, bounds } = arrays;
+        let (rows, vocab) = (self.rows as i32, self.vocab as i32);
+        let arguments =
+            Arguments { logits, keys, steps, starts, options, tokens, logps, bounds, rows, vocab };
         let extent = self.extent(self.ctas().min(most_ctas));
-        // SAFETY: passed on from this function's contract.
-        unsafe { Driver::get()?.launch(kernel, extent, stream, &arguments) }
+        let driver = Driver::get()?;
+        // SAFETY: passed on from this function's contract; both kernels wait for the launch before.
+        unsafe {
+            if !bounds.is_null() {
+                // In clusters, which leave other groups of multiprocessors to the clusters of rows.
+                let cluster = Some(most_ctas);
+                let all = Extent { ctas: NOISE_CTAS, shared_bytes: 0, cluster, ..extent };
+                driver.launch_early(noise_kernel, all, stream, &arguments)?;
+            }
+            driver.launch_early(kernel, extent, stream, &arguments)
+        }
     }
 
     /// CTAs of a cluster: a power of two, and at least two, as memcheck takes a message of a CTA to itself for a
@@ -116,12 +141,12 @@ impl Sample {
         }
     }
 
-    /// The kernel, and the most CTAs of a cluster that the device runs.
+    /// The kernels for the current device.
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context.
-    unsafe fn ready(&self, stream: RawStream) -> Result<(Kernel, u32)> {
-        static READY: Cache<DeviceNumber, (Kernel, u32)> = Cache::new();
+    unsafe fn ready(&self, stream: RawStream) -> Result<Ready> {
+        static READY: Cache<DeviceNumber, Ready> = Cache::new();
         let device = Device::current()?;
         let limits = device.limits();
         let needed = self.extent(self.ctas().min(PORTABLE_CTAS)).shared_bytes;
@@ -140,14 +165,17 @@ impl Sample {
         }
         READY.get(device.number(), |_| {
             // SAFETY: passed on from this function's contract.
-            let kernel = unsafe { library::kernel("sample", device, stream) }?;
+            let load = |name| unsafe { library::kernel(name, device, stream) };
+            let (kernel, noise_kernel) = (load("sample")?, load("sample_noise")?);
             library::allow_wide_clusters(kernel, device)?;
+            library::allow_wide_clusters(noise_kernel, device)?;
             // The largest vocabulary: with less shared memory a cluster has room where this one has.
             let wide = Self { rows: 1, vocab: Self::LARGEST_VOCAB }.extent(MAX_CTAS);
             // SAFETY: as above.
             let most = unsafe { Driver::get()?.max_active_clusters(kernel, wide, stream) };
             let has_room = most.is_ok_and(|clusters| clusters > 0);
-            Ok((kernel, if has_room { MAX_CTAS } else { PORTABLE_CTAS }))
+            let most_ctas = if has_room { MAX_CTAS } else { PORTABLE_CTAS };
+            Ok(Ready { kernel, noise_kernel, most_ctas })
         })
     }
 }

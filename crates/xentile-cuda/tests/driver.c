@@ -95,11 +95,13 @@ int cuLaunchKernelEx(const Config* config, void* kernel, void** parameters, void
   if (compute) return compute(kernel, parameters[0], config->grid[1]);
   if (config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra) return 1;
   if (setting("FAKE_FAILURE", 0)) return setting("FAKE_FAILURE", 0);
-  const unsigned cluster = config->count == 1 ? config->attributes->value[0] : 0;
+  const unsigned cluster = config->count ? config->attributes->value[0] : 0;
+  const int is_early = config->count == 2 && config->attributes[1].id == 6;
   const int is_cooperative = config->count == 1 && config->attributes->id == 2;
-  printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d%s\n",
+  printf("launch %s stream %zu grid %u block %u shared %u cluster %u first %p loads %d%s%s\n",
          (const char*)kernel, (size_t)config->stream, config->grid[0], config->block[0],
-         config->shared, cluster, *(void**)parameters[0], loaded, is_cooperative ? " cooperative" : "");
+         config->shared, cluster, *(void**)parameters[0], loaded, is_cooperative ? " cooperative" : "",
+         is_early ? " early" : "");
   fflush(stdout);
   return 0;
 }

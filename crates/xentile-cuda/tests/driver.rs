@@ -438,15 +438,18 @@ fn all_ctas_of_a_token_run_at_once() {
 fn draw() {
     println!();
     let some = at(0x10_000);
-    let arrays = sample::Arrays {
+    let mut arrays = sample::Arrays {
         logits: at(0x20_000).cast(),
         keys: some.cast(),
         steps: some.cast(),
+        starts: some.cast(),
         options: some.cast(),
         tokens: some.cast(),
         logps: some.cast(),
+        bounds: std::ptr::null_mut(),
     };
-    for (rows, vocab) in [(3, V), (2, 2049), (0, V)] {
+    for (rows, vocab) in [(3, V), (2, 2049), (0, V), (1, V)] {
+        arrays.bounds = if rows == 1 { some.cast() } else { arrays.bounds };
         // SAFETY: the driver that plays here touches no memory.
         match unsafe { Sample::new(rows, vocab).unwrap().run(at(1), arrays) } {
             Ok(()) => println!("done"),
@@ -459,15 +462,16 @@ fn draw() {
 fn a_cluster_draws_the_token_of_a_row() {
     let text = printed_by("draw", &[]);
     for line in [
-        "launch sample stream 1 grid 48 block 1024 shared 123912 cluster 16 first 0x20000 loads 1",
-        "launch sample stream 1 grid 4 block 1024 shared 90100 cluster 2 first 0x20000 loads 1",
+        "launch sample stream 1 grid 48 block 1024 shared 133032 cluster 16 first 0x20000 loads 2 early",
+        "launch sample stream 1 grid 4 block 1024 shared 99220 cluster 2 first 0x20000 loads 2 early",
+        "launch sample_noise stream 1 grid 64 block 1024 shared 0 cluster 16 first 0x20000 loads 2 early",
+        "launch sample stream 1 grid 16 block 1024 shared 133032 cluster 16 first 0x20000 loads 2 early",
     ] {
         assert!(text.lines().any(|one| one == line), "{line}\n{text}");
     }
-    assert_eq!(text.lines().filter(|line| *line == "done").count(), 3, "{text}");
+    assert_eq!(text.lines().filter(|line| *line == "done").count(), 4, "{text}");
     let text = printed_by("draw", &[("FAKE_CLUSTERS", "0")]);
-    let line =
-        "launch sample stream 1 grid 24 block 1024 shared 161824 cluster 8 first 0x20000 loads 1";
+    let line = "launch sample stream 1 grid 24 block 1024 shared 170944 cluster 8 first 0x20000 loads 2 early";
     assert!(text.lines().any(|one| one == line), "{text}");
     let text = printed_by("draw", &[("FAKE_CAPABILITY", "80")]);
     let reason =

@@ -491,8 +491,8 @@ struct XLA_FFI_Error* xentile_qk_norm_rope_backward_cuda(struct XLA_FFI_CallFram
 
 /* xentile_sample: Tokens drawn from logits by `options`: temperature, top_k (infinite for none),
  * top_p (1 for none) and min_p (0 for none); and their log-probabilities at the temperature.
- * `key` has the bits of a key of threefry2x32, of which each step has its own noise. (logits,
- * key, step, options) -> (token, logp). */
+ * `key` has the bits of a key of threefry2x32, of which each step + start has its own noise.
+ * (logits, key, step, start, options) -> (token, logp, bounds). */
 struct XLA_FFI_Error* xentile_sample_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_sample_cuda(struct XLA_FFI_CallFrame* call_frame);
 

@@ -1,9 +1,9 @@
 //! A token of each row of logits on NVIDIA GPUs.
 
 use xentile_cuda::sample::{Arrays, Sample};
-use xla_ffi::{Buffer, BufferMut, Context, OnDevice, Result, Stage};
+use xla_ffi::{Buffer, BufferMut, Context, Decoder, OnDevice, Parameter, Result, Stage};
 
-use crate::arguments::{check_shape, invalid};
+use crate::arguments::{check_shape, given, invalid};
 use crate::cuda::{Floats, FloatsMut, failed};
 use crate::target::target_list;
 
@@ -11,7 +11,7 @@ target_list! {
     CUDA;
 
     super::SAMPLE: fn xentile_sample_cuda, initialize xentile_sample_cuda_initialize = sample(
-        logits, key, step, options, token, logp, context,
+        logits, key, step, start, options, token, logp, bounds, context,
     );
 }
 
@@ -20,15 +20,26 @@ const _: () = match usize::from_str_radix(super::SAMPLE.bounds[0].2, 10) {
     Err(_) => panic!("the declared bound is no number"),
 };
 
+/// Scratch for the noise of a kernel of many CTAs.
+struct Bounds<'a>(Option<FloatsMut<'a>>);
+
+impl<'a> Parameter<'a> for Bounds<'a> {
+    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
+        given(decoder, "has_bounds", name).map(Self)
+    }
+}
+
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
 
 fn sample(
     logits: Floats,
     key: Integers,
     step: Integers,
+    start: Integers,
     options: Floats,
     token: OnDevice<BufferMut<i32>>,
     logp: FloatsMut,
+    bounds: Bounds,
     context: Context,
 ) -> Result {
     let &[rows, vocab] = logits.dims() else {
@@ -38,11 +49,15 @@ fn sample(
     for (name, dims, right) in [
         ("key", key.dims(), &[rows, 2][..]),
         ("step", step.dims(), &[rows]),
+        ("start", start.dims(), &[rows]),
         ("options", options.dims(), &[4]),
         ("token", token.dims(), &[rows]),
         ("logp", logp.dims(), &[rows]),
     ] {
         check_shape(name, dims, right)?;
+    }
+    if let Some(bounds) = &bounds.0 {
+        check_shape("bounds", bounds.dims(), &[rows, vocab])?;
     }
     let sample = Sample::new(rows, vocab).map_err(failed)?;
     xentile_cuda::available().map_err(failed)?;
@@ -51,9 +66,11 @@ fn sample(
         logits: logits.as_ptr().cast_const().cast(),
         keys: key.as_ptr().cast_const().cast(),
         steps: step.as_ptr().cast_const().cast(),
+        starts: start.as_ptr().cast_const().cast(),
         options: options.as_ptr().cast_const().cast(),
         tokens: token.as_ptr().cast(),
         logps: logp.as_ptr().cast(),
+        bounds: bounds.0.map_or(std::ptr::null_mut(), |bounds| bounds.as_ptr().cast()),
     };
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     let outcome = unsafe {

@@ -220,64 +220,68 @@ def _run(
         state = kernel.init_state(config, batch)
     # Steps until the host looks whether all have ended; a listener is called for each of them.
     count = STEPS_OF_BLOCK if has_kernel and listener is None else 1
-    sampler = make_sampler(seeds, sampling, has_sampler)
+    # A sampler's steps are positions, which are there for the decoder, less the first ones.
+    sampler = make_sampler(seeds, sampling, has_sampler, 1 - prompt_lengths)
 
-    def choose(step: Any, logits: Array) -> tuple[Array, Array]:
-        return sampler(logits, jnp.full(batch, step))
+    def positions_of(step: Any) -> Any:
+        return prompt_lengths + step - 1
 
-    def finish(step: Any, drawn: Drawn, has_ended: Array) -> tuple[Drawn, Array]:
-        """Returns what is drawn, -1 and 0 of sequences that have ended, and which have by now."""
-        tokens, logps = drawn
-        tokens = jnp.where(has_ended, -1, tokens)
+    def finish(step: Any, drawn: Drawn) -> Drawn:
         if listener is not None:
-            io_callback(_give, None, listener, step, tokens, ordered=True)
-        drawn = tokens, jnp.where(tokens < 0, 0.0, logps)
-        return drawn, (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
+            io_callback(_give, None, listener, step, drawn[0], ordered=True)
+        return drawn
 
-    def run_step(carry: Any) -> tuple[Any, Drawn]:
-        step, cache, state, tokens, has_ended = carry
-        has_ended |= step >= max_new_tokens
-        # Of a sequence that has ended the token is -1: its row has NaN logits and is not written.
-        tokens = jnp.where(has_ended, -1, tokens)
-        positions = prompt_lengths + step - 1
+    def have_ended(tokens: Array) -> Array:
+        """Returns which sequences have ended, by the last tokens drawn."""
+        return (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
+
+    def run_step(carry: Any, positions: Array) -> tuple[Any, Drawn]:
+        step, cache, state, tokens = carry
+        # Of a sequence that has ended the token is -1: its row has NaN logits, of which -1 is
+        # drawn, and is not written. Nothing but this is computed between two steps.
+        tokens = jnp.where(have_ended(tokens) | (step >= max_new_tokens), -1, tokens)
         if has_kernel:
             one = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
             cache, state = Cache(one.keys, one.values), one.state
             is_greedy = sampling.temperature is None
-            drawn = (one.token, one.logp) if is_greedy else choose(step, one.logits)
+            drawn = (one.token, one.logp) if is_greedy else sampler(one.logits, positions)
         else:
             logits, cache = decode_step(params, config, cache, tokens, positions)
-            drawn = choose(step, logits)
-        drawn, has_ended = finish(step, drawn, has_ended)
-        return (step + 1, cache, state, drawn[0], has_ended), drawn
+            drawn = sampler(logits, positions)
+        drawn = finish(step, drawn)
+        return (step + 1, cache, state, drawn[0]), drawn
 
     def run_block(carry: Any) -> Any:
         found, rest = carry
         start = jnp.int32(0), rest[0]
         block = []
-        # Unrolled, and appended at once: a small kernel between two steps takes 2 us.
-        for _ in range(count):
-            rest, drawn = run_step(rest)
+        # Unrolled, appended at once, and all positions before: a small kernel between two steps
+        # takes 2 us.
+        positions = [positions_of(rest[0] + index) for index in range(count)]
+        for one in jax.lax.optimization_barrier(positions):
+            rest, drawn = run_step(rest, one)
             block.append(drawn)
+        tokens, logps = (jnp.stack(ones, 1) for ones in zip(*block, strict=True))
         return [
-            jax.lax.dynamic_update_slice(all_steps, jnp.stack(ones, 1), start)
-            for all_steps, ones in zip(found, zip(*block, strict=True), strict=True)
+            jax.lax.dynamic_update_slice(all_steps, ones, start)
+            for all_steps, ones in zip(found, (tokens, logps), strict=True)
         ], rest
 
     def goes_on(carry: Any) -> Any:
-        _, (step, *_, has_ended) = carry
-        return (step < max_new_tokens) & ~has_ended.all()
+        _, (step, *_, tokens) = carry
+        return (step < max_new_tokens) & ~have_ended(tokens).all()
 
-    drawn, has_ended = finish(0, choose(0, logits), jnp.zeros(batch, bool))
+    drawn = finish(0, sampler(logits, positions_of(0)))
     columns = 1 + -(-max(max_new_tokens - 1, 1) // count) * count
     found = [
         jnp.full((batch, columns), rest, one.dtype).at[:, 0].set(one)
         for rest, one in zip((-1, 0.0), drawn, strict=True)
     ]
-    carry = found, (jnp.int32(1), cache, state, drawn[0], has_ended)
+    carry = found, (jnp.int32(1), cache, state, drawn[0])
     tokens, logps = (
         one[:, :max_new_tokens] for one in jax.lax.while_loop(goes_on, run_block, carry)[0]
     )
+    logps = jnp.where(tokens < 0, 0.0, logps)
     return Generated(tokens, (tokens >= 0).sum(1, dtype=jnp.int32), logps)
 
 

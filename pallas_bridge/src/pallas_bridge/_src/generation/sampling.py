@@ -104,7 +104,7 @@ def check_sampling(
 
 
 def make_sampler(
-    seeds: Array, options: Sampling, has_kernel: bool
+    seeds: Array, options: Sampling, has_kernel: bool, starts: Array | None = None
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """Returns a function of logits [B, V] and steps [B] that returns what `sample` does.
 
@@ -112,23 +112,29 @@ def make_sampler(
         seeds: [B].
         options: Those of `sample`, checked.
         has_kernel: Whether GPUs draw by their kernel.
+        starts: What is added to steps, [B]; None for 0. The kernel adds it, and takes what its
+            caller has at hand.
     """
     keys = jax.random.key_data(jax.vmap(_key)(seeds))
+    starts = jnp.zeros(seeds.shape, jnp.int32) if starts is None else starts
     if options.temperature is None or not has_kernel:
-        return lambda logits, steps: _draw(logits.astype(jnp.float32), keys, steps, options)
+        return lambda logits, steps: _draw(
+            logits.astype(jnp.float32), keys, steps + starts, options
+        )
     without = (None, jnp.inf, 1.0, 0.0)
     given = [out if one is None else one for one, out in zip(options, without, strict=True)]
     vector = jnp.stack([jnp.asarray(one, jnp.float32) for one in given])
 
     def by_kernel(
-        logits: Array, keys: Array, steps: Array, vector: Array, _: Sampling
+        logits: Array, keys: Array, steps: Array, vector: Array, options: Sampling
     ) -> tuple[Array, Array]:
-        return sampling_kernel.draw(logits, keys, steps, vector)
+        is_few = options.top_k is not None
+        return sampling_kernel.draw(logits, keys, steps, starts, vector, is_few)
 
     def by_xla(
         logits: Array, keys: Array, steps: Array, _: Array, options: Sampling
     ) -> tuple[Array, Array]:
-        return _draw(logits, keys, steps, options)
+        return _draw(logits, keys, steps + starts, options)
 
     def draw(logits: Array, steps: Array) -> tuple[Array, Array]:
         operands = (logits.astype(jnp.float32), keys, steps, vector, options)
