@@ -224,6 +224,36 @@ PROGRAMS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
 ]
 
 
+# config.json of a decoder that a kernel is for.
+DECODER = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 999,
+    "tie_word_embeddings": False,
+}
+DECODE: dict[str, Any] = {"op": "decode", "model": DECODER, "batch": 2, "position": 10}
+
+
+def test_steps_of_a_decoder(tmp_path: Path) -> None:
+    options = {"temperature": 0.8, "top_p": 0.9}
+    assert run(tmp_path, {**DECODE, "backend": "xla:cuda", "options": options}) == 0
+    manifest = json.loads((tmp_path / "out" / "cuda_default_default.json").read_text())
+    assert manifest["arguments"] == types("i32, i32")
+    assert manifest["results"] == types("i32 2, f32 2, i32")
+    heads, mlp = (2 * 2048 + 2 * 1024) * 1024, 3 * 3072 * 1024
+    weights = heads + mlp + 2 * 1024 + 2 * 128 + 999 * 1024 + 1024
+    settings = {"bytes": 2 * (weights + 2 * 2 * 10 * 1024), "is_one_kernel": True}
+    assert manifest["settings"] == settings
+    program = (tmp_path / "out" / manifest["file"]).read_bytes()
+    for target in (b"xentile_decode_step", b"xentile_sample"):
+        assert target in program
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize(("op", "options", "settings", "arguments", "results"), PROGRAMS, ids=str)
 def test_arguments_and_results(
@@ -326,6 +356,14 @@ NORM, ROPE = {"hidden": 4, "time": 8}, {"op": "rope", "time": 8, "heads": 2, "he
         (
             {**LINEAR, "backend": "xla:tpu", "tile": {"time_block": 100}},
             "time_block is 100; on TPU it must be a multiple of 128, such as 128",
+        ),
+        (
+            {**DECODE, "backend": "xla:cpu", "model": {"model_type": "gpt2"}},
+            "model: model_type is 'gpt2'; it must be one of llama, mistral, qwen2, qwen3",
+        ),
+        (
+            {**DECODE, "backend": "xla:cpu", "options": {"temperature": 1.0, "top_p": 2.0}},
+            "options: top_p is 2.0; it must be above 0 and at most 1",
         ),
         (
             {**LINEAR, "backend": "cpu:0"},

@@ -202,20 +202,11 @@ impl Asked<'_> {
         cell.insert("tile".into(), json!(self.tile));
         cell.insert("options".into(), json!(self.options));
         cell.extend(more);
-        let mut cell = Value::Object(cell);
-        let mut hasher = DefaultHasher::new();
-        cell.to_string().hash(&mut hasher);
-        let folder = folder(self.cache)?;
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("cannot make {} for exported programs", folder.display()))?;
-        let stem = format!("{}_{:016x}", self.op, hasher.finish());
-        let path = folder.join(format!("{stem}.json"));
-        cell["program"] = json!(path);
-        // Configs have the endings of programs' other files, so that nothing else is named like them.
-        let config_path = folder.join(format!("{stem}.config"));
-        std::fs::write(&config_path, cell.to_string())
-            .with_context(|| format!("cannot write {}", config_path.display()))?;
-        export(&config_path, self)?;
+        let (what_for, dense) = match programs(self.op.name()) {
+            Some(_) => (name(&self.backend), ", or take the dense one with --impl reference"),
+            None => (self.op.to_string(), ""),
+        };
+        let path = export(self.op.name(), cell, self.cache, &what_for, dense)?;
         self.load(&path, wanted)
     }
 
@@ -304,7 +295,31 @@ fn folder(cache: Option<&Path>) -> Result<PathBuf> {
     Ok(user.join("xentile"))
 }
 
-fn export(config: &Path, asked: &Asked<'_>) -> Result<()> {
+/// Exports the program of a config, unless it is kept already, and gives the path of its manifest. An error names what the
+/// program is for, and what else there is.
+///
+/// # Errors
+/// There is no Python with `pallas_bridge`, or it refuses the config: what it says.
+pub(crate) fn export(
+    op: &str,
+    cell: Map<String, Value>,
+    cache: Option<&Path>,
+    what_for: &str,
+    otherwise: &str,
+) -> Result<PathBuf> {
+    let mut cell = Value::Object(cell);
+    let mut hasher = DefaultHasher::new();
+    cell.to_string().hash(&mut hasher);
+    let folder = folder(cache)?;
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make {} for exported programs", folder.display()))?;
+    let stem = format!("{op}_{:016x}", hasher.finish());
+    let path = folder.join(format!("{stem}.json"));
+    cell["program"] = json!(path);
+    // Configs have the endings of programs' other files, so that nothing else is named like them.
+    let config = folder.join(format!("{stem}.config"));
+    std::fs::write(&config, cell.to_string())
+        .with_context(|| format!("cannot write {}", config.display()))?;
     let python = std::env::var_os(PYTHON).map(PathBuf::from).unwrap_or_else(|| {
         match std::env::var_os("VIRTUAL_ENV") {
             Some(environment) => Path::new(&environment).join("bin/python"),
@@ -313,20 +328,16 @@ fn export(config: &Path, asked: &Asked<'_>) -> Result<()> {
     });
     let output = Command::new(&python)
         .args(["-m", "pallas_bridge.export", "--config"])
-        .arg(config)
+        .arg(&config)
         // It only traces: devices are of no use to it, and may be in use.
         .env("JAX_PLATFORMS", "cpu")
         .stdin(Stdio::null())
         .output();
-    let (what_for, dense) = match programs(asked.op.name()) {
-        Some(_) => (name(&asked.backend), ", or take the dense one with --impl reference"),
-        None => (asked.op.to_string(), ""),
-    };
     let missing = |what: &str| {
         format!(
             "{what}; kernels for {what_for} come from pallas_bridge: run `pip install \
              ./pallas_bridge` in a checkout of xentile, or name a Python that has it in {PYTHON}, or \
-             a program that was exported with --program FILE.json{dense}"
+             a program that was exported with --program FILE.json{otherwise}"
         )
     };
     let output = match output {
@@ -334,7 +345,7 @@ fn export(config: &Path, asked: &Asked<'_>) -> Result<()> {
         Err(error) => bail!(missing(&format!("cannot run {}: {error}", python.display()))),
     };
     if output.status.success() {
-        return Ok(());
+        return Ok(path);
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
     let last = stderr.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();

@@ -1,13 +1,14 @@
 //! The tools that prove kernels right (`gradcheck`) and fast (`microbench` and its sweep).
 //!
 //! [`config`] reads what the user asks for, [`gradcheck`] compares, [`microbench`] times, [`sweep`]
-//! repeats, [`suite`] tells of all operations, [`plot`] draws, [`ops`] tells what there is. [`commands`] parses flags for the binaries,
+//! repeats, [`suite`] tells of all operations, [`decode`] times steps of a decoder, [`plot`] draws, [`ops`] tells what there is. [`commands`] parses flags for the binaries,
 //! and [`presets`] are the configs that come with them. No operation is
 //! known here by name: `xentile::operations` lists them.
 
 pub mod cli;
 pub mod commands;
 pub mod config;
+pub mod decode;
 pub mod draft;
 pub mod estimate;
 mod exported;

@@ -1,4 +1,4 @@
-//! gradcheck and microbench of linear cross-entropy, as a user runs them. Some need XLA's CPU plug-in,
+//! gradcheck and microbench of programs that JAX exports, as a user runs them. Some need XLA's CPU plug-in,
 //! the library of custom calls and a `python` with JAX of the version in scripts/requirements-jax.txt:
 //!
 //! ```text
@@ -521,4 +521,43 @@ fn a_program_is_for_what_it_was_exported_for() {
     assert!(error.contains("its arguments are tensor<300x64xbf16>"), "{error}");
     let error = refuses("options.z_loss=1");
     assert!(error.contains("its options are"), "{error}");
+}
+
+/// config.json of a small decoder.
+const DECODER: &str = r#"{"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 500,
+    "tie_word_embeddings": true}"#;
+
+#[test]
+fn a_decoder_that_is_no_good_is_one_line() {
+    let fixture = Fixture::new(SMALL);
+    let refuses = |arguments: &[&str]| {
+        refused(
+            &fixture.run(MICROBENCH, &[&["decode", "--model", "config.yaml"], arguments].concat()),
+        )
+    };
+    assert!(refuses(&[]).starts_with("config.yaml is no JSON: "));
+    assert_eq!(refuses(&["--backend", "cpu"]), "backend is cpu; it must be xla:cpu or xla:cuda");
+    assert_eq!(refuses(&["--steps", "0"]), "steps is 0; it must be at least 1");
+}
+
+#[test]
+#[ignore = "needs XLA's CPU plug-in in XENTILE_PJRT_CPU, a library, and a python with JAX"]
+fn steps_of_a_decoder_are_beside_reads() {
+    let fixture = Fixture::new(SMALL);
+    std::fs::write(fixture.0.path().join("model.json"), DECODER).unwrap();
+    let arguments = "decode --model model.json --batch 2 --position 100 --temperature 0.8 --steps 512 --iters 3 \
+                     --json steps.json";
+    let output = fixture.run(MICROBENCH, &arguments.split(' ').collect::<Vec<_>>());
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let line = std::fs::read_to_string(fixture.0.path().join("steps.json")).unwrap();
+    let found: Value = serde_json::from_str(&line).unwrap();
+    let number = |name: &str| found[name].as_f64().unwrap();
+    let layer = (6 + 2) * 16 * 64 + 4 * 16 * 64 + 3 * 96 * 64 + 2 * 64 + 2 * 16;
+    assert_eq!(found["bytes"], 2 * (500 * 64 + 64 + 2 * layer + 2 * 2 * 100 * 2 * 32));
+    let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+    assert!(near(number("tokens_per_s") * number("step_ms"), 2e3));
+    assert!(near(number("share_of_read_rate") * number("read_gb_per_s"), number("gb_per_s")));
+    assert!(text.contains("share of reads") && found["is_one_kernel"] == false, "{text}{found}");
 }

@@ -24,6 +24,7 @@ from jax.sharding import use_abstract_mesh
 from pallas_bridge._src import library
 from pallas_bridge._src.compat import abstract_tpu, for_oldest_plugin, with_rows_in_order
 from pallas_bridge._src.exporting import DTYPES, Cell, ConfigError, check_extent, tokens_of
+from pallas_bridge._src.generation.exported import EXPORTS as DECODE
 from pallas_bridge._src.operations import OPERATIONS
 
 MANIFEST_VERSION = 1
@@ -68,6 +69,11 @@ def read(path: Path) -> dict[str, Any]:
     return config
 
 
+def _exports() -> dict[str, Any]:
+    """Returns what gives the exports of each operation, and of decoding."""
+    return {one.name: one.exports for one in OPERATIONS} | {"decode": lambda: DECODE}
+
+
 def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
     """Yields what a config of a measurement or of a sweep has to be exported for.
 
@@ -85,7 +91,7 @@ def cells(config: Mapping[str, Any], folder: Path) -> Iterator[Cell]:
         return list(found)
 
     op = cell.get("op", "cross_entropy")
-    exports = {operation.name: operation.exports for operation in OPERATIONS}
+    exports = _exports()
     if op not in exports:
         raise ConfigError(f"op is {op!r}; it must be one of {', '.join(exports)}")
     of_op = exports[op]()
@@ -141,7 +147,7 @@ def write(cell: Cell) -> bool:
     program = cell.path.with_suffix(".mlirbc")
     if cell.path.exists() and program.exists() and stamp.exists() and stamp.read_text() == key:
         return False
-    (of_op,) = (one.exports() for one in OPERATIONS if one.name == cell.op)
+    of_op = _exports()[cell.op]()
     made = of_op.program(cell)
     is_tpu = cell.platform == "tpu"
     # TPUs have no custom calls, and dense programs none anywhere.

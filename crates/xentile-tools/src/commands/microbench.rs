@@ -13,7 +13,7 @@ use xentile_programs::Exported;
 
 use crate::config::{self, Backend, Implementation, Op};
 use crate::microbench::{Config, Logits, apart};
-use crate::{cli, microbench, presets, suite, sweep, tpu};
+use crate::{cli, decode, microbench, presets, suite, sweep, tpu};
 
 /// Times value_and_grad of the scalar loss against a copy measured in the same process.
 ///
@@ -36,6 +36,8 @@ enum Command {
     Sweep(Sweep),
     /// Measures operations over lists of shapes, beside XLA's program; writes a table and a plot.
     Suite(Suite),
+    /// Measures steps of a decoder: tokens and bytes a second, beside reading as many bytes.
+    Decode(Decode),
 }
 
 /// Measures a grid of tiles, or a list of memory limits; writes a table and a plot, and keeps the
@@ -88,6 +90,36 @@ impl Suite {
         let path = presets::choose("suite", self.config.as_deref(), self.preset.as_deref())
             .context("no config: name one by --config or --preset")?;
         suite::run(&path, &self.set)
+    }
+}
+
+/// Measures steps of a decoder with random weights: tokens and bytes a second, beside reading as many
+/// bytes.
+#[derive(clap::Args)]
+pub struct Decode {
+    #[command(flatten)]
+    config: decode::Config,
+    /// Appends the result to FILE as one line of JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+impl Decode {
+    /// Measures, and prints what it finds; returns the exit code.
+    ///
+    /// # Errors
+    /// Bad input.
+    pub fn run(&self) -> Result<u8> {
+        if let Some(path) = &self.json {
+            check_json_file(path)?;
+        }
+        let report = decode::run(&self.config)?;
+        if let Some(path) = &self.json {
+            append(path, &json_line(&report)?)
+                .with_context(|| format!("cannot write --json {}", path.display()))?;
+        }
+        write!(std::io::stdout(), "{report}").context("cannot write to standard output")?;
+        Ok(cli::PASSED)
     }
 }
 
@@ -447,6 +479,7 @@ pub fn run(arguments: &Arguments) -> Result<u8> {
     match &arguments.command {
         Some(Command::Sweep(sweep)) => sweep.run(),
         Some(Command::Suite(suite)) => suite.run(),
+        Some(Command::Decode(decode)) => decode.run(),
         None => arguments.measure.run(),
     }
 }

@@ -164,7 +164,7 @@ def _decode_step(
     has_kernel: bool,
     on_cpu: bool,
 ) -> tuple[Array, Cache]:
-    by_layers = partial(_step_by_layers, config, on_cpu)
+    by_layers = partial(step_by_layers, config, on_cpu)
     if not has_kernel:
         return by_layers(params, cache, tokens, positions)
 
@@ -183,7 +183,7 @@ def _decode_step(
     return found
 
 
-def _step_by_layers(
+def step_by_layers(
     config: DecoderConfig,
     on_cpu: bool,
     params: Params,
@@ -191,6 +191,10 @@ def _step_by_layers(
     tokens: Array,
     positions: Array,
 ) -> tuple[Array, Cache]:
+    """Returns logits [B, V] and the cache after tokens [B] at positions [B], layer by layer.
+
+    `on_cpu` tells whether CPUs run their kernels.
+    """
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
     rows = jnp.arange(batch, dtype=jnp.int32)
