@@ -16,6 +16,9 @@
 // which the computation of z fills. CTAs add up coarse ones, then the fine ones of the coarse one where sums reach what is
 // wanted, and then send each other the columns of that fine bin, of which each finds the least one that stays. Where these
 // are too many, four passes over z find it 7 bits at a time.
+//
+// A small top-k alone takes one exchange: CTAs send each other their largest columns, of which the first CTA draws. Noise of
+// few rows comes from `draw_bounds`, a kernel of more CTAs.
 #pragma once
 
 #include <cstdint>
