@@ -446,7 +446,7 @@ fn draw() {
         options: some.cast(),
         tokens: some.cast(),
         logps: some.cast(),
-        bounds: std::ptr::null_mut(),
+        bounds: null_mut(),
     };
     for (rows, vocab) in [(3, V), (2, 2049), (0, V), (1, V)] {
         arrays.bounds = if rows == 1 { some.cast() } else { arrays.bounds };

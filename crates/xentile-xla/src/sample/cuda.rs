@@ -11,7 +11,7 @@ target_list! {
     CUDA;
 
     super::SAMPLE: fn xentile_sample_cuda, initialize xentile_sample_cuda_initialize = sample(
-        logits, key, step, start, options, token, logp, bounds, context,
+        logits, key, step, start, options, results, context,
     );
 }
 
@@ -20,12 +20,20 @@ const _: () = match usize::from_str_radix(super::SAMPLE.bounds[0].2, 10) {
     Err(_) => panic!("the declared bound is no number"),
 };
 
-/// Scratch for the noise of a kernel of many CTAs.
-struct Bounds<'a>(Option<FloatsMut<'a>>);
+struct Results<'a> {
+    token: OnDevice<BufferMut<'a, i32>>,
+    logp: FloatsMut<'a>,
+    /// Scratch for the noise of a kernel of many CTAs.
+    bounds: Option<FloatsMut<'a>>,
+}
 
-impl<'a> Parameter<'a> for Bounds<'a> {
-    fn decode(decoder: &mut Decoder<'a>, name: &'static str) -> Result<Self> {
-        given(decoder, "has_bounds", name).map(Self)
+impl<'a> Parameter<'a> for Results<'a> {
+    fn decode(decoder: &mut Decoder<'a>, _: &'static str) -> Result<Self> {
+        Ok(Self {
+            token: decoder.parameter("token")?,
+            logp: decoder.parameter("logp")?,
+            bounds: given(decoder, "has_bounds", "bounds")?,
+        })
     }
 }
 
@@ -37,11 +45,10 @@ fn sample(
     step: Integers,
     start: Integers,
     options: Floats,
-    token: OnDevice<BufferMut<i32>>,
-    logp: FloatsMut,
-    bounds: Bounds,
+    results: Results,
     context: Context,
 ) -> Result {
+    let Results { token, logp, bounds } = results;
     let &[rows, vocab] = logits.dims() else {
         let dims = logits.dims();
         return Err(invalid(format_args!("`logits` has shape {dims:?}; it must be [B, V]")));
@@ -56,7 +63,7 @@ fn sample(
     ] {
         check_shape(name, dims, right)?;
     }
-    if let Some(bounds) = &bounds.0 {
+    if let Some(bounds) = &bounds {
         check_shape("bounds", bounds.dims(), &[rows, vocab])?;
     }
     let sample = Sample::new(rows, vocab).map_err(failed)?;
@@ -70,7 +77,7 @@ fn sample(
         options: options.as_ptr().cast_const().cast(),
         tokens: token.as_ptr().cast(),
         logps: logp.as_ptr().cast(),
-        bounds: bounds.0.map_or(std::ptr::null_mut(), |bounds| bounds.as_ptr().cast()),
+        bounds: bounds.map_or(std::ptr::null_mut(), |bounds| bounds.as_ptr().cast()),
     };
     // SAFETY: XLA's stream and buffers, whose shapes were checked.
     let outcome = unsafe {
