@@ -63,7 +63,8 @@ build_pallas_bridge() {
         flock 9
         if compgen -G "$XENTILE_TEST_WHEELS/pallas_bridge-*.whl" >/dev/null; then exit; fi
         use_cargo_of_tests
-        pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
+        ensure_pip python
+        python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$XENTILE_TEST_WHEELS" ./pallas_bridge
     )
 }
 

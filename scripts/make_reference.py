@@ -26,6 +26,7 @@ COMMANDS = [
     ("microbench", []),
     ("microbench", ["sweep"]),
     ("microbench", ["suite"]),
+    ("microbench", ["decode"]),
     ("xentile", []),
     ("xentile", ["ops"]),
     ("xentile", ["plugins"]),

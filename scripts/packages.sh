@@ -1,9 +1,24 @@
 # Sourced from the repository root by what fills virtual environments.
 # shellcheck shell=bash
 
-# Prints where uv is, if it is: on PATH, or in .venv, where scripts/requirements-test.txt puts it.
+# Prints where uv is, if it is: in .venv, where scripts/requirements-test.txt puts it, or on PATH.
 find_uv() {
-    PATH=$PATH:$PWD/.venv/bin command -v uv
+    local candidate
+    for candidate in "$PWD/.venv/bin/uv" uv; do
+        # pyenv's shims are on PATH for versions that are not chosen, and fail.
+        if "$candidate" --version &>/dev/null; then
+            command -v -- "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# Gives a Python pip, which environments made by uv lack.
+#
+#     ensure_pip PYTHON
+ensure_pip() {
+    "$1" -c 'import pip' 2>/dev/null || "$1" -m ensurepip >/dev/null
 }
 
 # Makes a virtual environment, which may be without pip, in place of one that is there.
@@ -29,6 +44,6 @@ install_packages() {
     if uv=$(find_uv) && "$uv" pip install --quiet --python "$python" --no-deps "$@"; then
         return
     fi
-    "$python" -c 'import pip' 2>/dev/null || "$python" -m ensurepip >/dev/null
+    ensure_pip "$python"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
 }

@@ -459,16 +459,19 @@ def draw(logits: Any, seeds: Any, step: int, has_kernel: bool, **options: Any) -
     return found
 
 
-def test_the_call_that_draws_is_as_declared() -> None:
+@pytest.mark.fixed
+@pytest.mark.parametrize(("rows", "bounds"), [(3, ""), (2, ", tensor<2x50xf32>")])
+def test_the_call_that_draws_is_as_declared(rows: int, bounds: str) -> None:
     def run(logits: Any, seeds: Any) -> Any:
         options = sampling.Sampling(0.7, None, 0.9, None)
         return sampling.make_sampler(seeds, options, True)(logits, seeds)
 
-    traced = jax.jit(run).trace(jnp.zeros((3, 50), jnp.bfloat16), jnp.zeros(3, jnp.int32))
+    traced = jax.jit(run).trace(jnp.zeros((rows, 50), jnp.bfloat16), jnp.zeros(rows, jnp.int32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (line for line in text.splitlines() if sampling_kernel.TARGET in line)
-    arrays = "tensor<3x50xf32>, tensor<3x2xi32>, tensor<3xi32>, tensor<3xi32>, tensor<4xf32>"
-    assert f"({arrays}) -> (tensor<3xi32>, tensor<3xf32>)" in line
+    logits, keys, row = (f"tensor<{rows}x{one}>" for one in ("50xf32", "2xi32", "i32"))
+    arrays = f"{logits}, {keys}, {row}, {row}, tensor<4xf32>"
+    assert f"({arrays}) -> ({row}, tensor<{rows}xf32>{bounds})" in line
 
 
 DRAWS: list[dict[str, Any]] = [

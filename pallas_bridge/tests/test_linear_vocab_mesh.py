@@ -402,7 +402,7 @@ def test_transformations(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("vocab", [72, 70])
+@pytest.mark.parametrize("vocab", [70, 72])
 def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
     """Of tokens that devices do not divide, and columns that they may, of each of two problems."""
     h, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 16, 12), (72, 12)))

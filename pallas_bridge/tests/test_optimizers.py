@@ -113,7 +113,27 @@ def test_eight_bits_stay_near_float32(rng: np.random.Generator) -> None:
     held = sum(one.nbytes for one in jax.tree.leaves((state.mu["a"], state.nu["a"])))
     assert held / params["a"].size <= 2.04
     updated, _ = train(ours.adamw8bit(1e-2, weight_decay=0.1), params)
-    assert difference(updated, got) < 1e-6
+    # A kernel may take the neighbour of the nearest code, where both are as near.
+    assert np.mean(np.abs(np.asarray(updated["a"] - got["a"])) > 1e-6) < 0.01
+    assert difference(updated, got) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("rate", [1e-4, 3e-4])
+def test_a_small_weight_decay_is_applied_in_the_mean(
+    rng: np.random.Generator, name: str, rate: float
+) -> None:
+    """Rounding it before it meets the step would lose it, or double it."""
+    params = rng.uniform(0.5, 1, (256, 256)).astype(np.float32)
+    grads = rng.normal(size=params.shape).astype(np.float32)
+    # The large eps has steps differ, so that what rounding adds to them has a mean of 0.
+    optimizer = getattr(ours, name)(rate, eps=1.0, weight_decay=1e-4)
+    state = optimizer.init({"w": jnp.asarray(params)})
+    got, _ = jax.jit(optimizer.update_and_apply)({"w": grads}, state, {"w": params})
+    wide = params.astype(np.float64)
+    right = wide - rate * (grads / (np.abs(grads.astype(np.float64)) + 1) + 1e-4 * wide)
+    # Of a decay of at least 1e-8.
+    assert abs(np.mean((np.asarray(got["w"], np.float64) - right) / wide)) < 2e-9
 
 
 def test_adam_and_lion_in_eight_bits(rng: np.random.Generator) -> None:
@@ -341,7 +361,8 @@ def test_bfloat16_follows_float32_with_rounding(rng: np.random.Generator, name: 
     assert abs(float(jnp.mean(jnp.float32(got["w"])) - jnp.mean(right["w"]))) < 5e-4
     assert got["w"].dtype == jnp.bfloat16
     by_updates, _ = train(make(1e-4, **options), params, 20)
-    assert difference(got, by_updates) == 0
+    # Programs whose float32 results differ in their last bit round few entries to the other side.
+    assert np.mean(np.asarray(got["w"] != by_updates["w"])) < 1e-2
     other, _ = train(make(1e-4, **{**options, "rounding_seed": 2}), params, 20)
     assert difference(got, other) > 0
     assert int(state.count) == 20

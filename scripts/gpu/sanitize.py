@@ -808,6 +808,7 @@ class Draw(Case):
 
     options: tuple[float, float, float, float]
     vocab: int
+    has_bounds: bool
 
     def run(self, rng: np.random.Generator) -> None:
         """Holds log-probabilities against those of the tokens, and tokens against XLA's."""
@@ -815,8 +816,12 @@ class Draw(Case):
         keys = rng.integers(0, 2**31, (3, 2)).astype(np.int32)
         steps = np.arange(3, dtype=np.int32)
         vector = np.array(self.options, np.float32)
-        results = [jax.ShapeDtypeStruct((3,), dtype) for dtype in (np.int32, np.float32)]
-        token, logp = call(self.target, [logits, keys, steps, vector], results=results)
+        drawn = [((3,), np.int32), ((3,), np.float32)]
+        drawn += [(logits.shape, np.float32)] * self.has_bounds
+        results = [jax.ShapeDtypeStruct(*one) for one in drawn]
+        operands = [logits, keys, steps - 1, np.ones_like(steps), vector]
+        attributes = {"has_bounds": self.has_bounds}
+        token, logp, *_ = call(self.target, operands, attributes, results=results)
         z = logits.astype(np.float64) / self.options[0]
         z -= np.log(np.exp(z).sum(1, keepdims=True))
         hold([logp], [z[np.arange(3), token]], 1e-4)
@@ -831,12 +836,13 @@ class Draw(Case):
 
 
 def decoding_cases() -> Iterator[Case]:
-    """Each kernel of a step, and draws with and without passes over the logits."""
+    """Each kernel of a step, and draws with and without top-k and a kernel for noise."""
     for of, batch in (("Qwen3-0.6B", 1), ("Qwen3-0.6B", 5), ("Qwen2.5-0.5B", 2)):
         yield Step("decode_step", of, batch)
     for vocab in (37, 40_003):
-        yield Draw("sample", (0.7, np.inf, 1.0, 0.0), vocab)
-        yield Draw("sample", (1.0, 20.0, 0.9, 0.01), vocab)
+        yield Draw("sample", (0.7, np.inf, 1.0, 0.0), vocab, True)
+        yield Draw("sample", (0.7, np.inf, 0.9, 0.0), vocab, False)
+        yield Draw("sample", (1.0, 20.0, 0.9, 0.01), vocab, False)
 
 
 @dataclass(frozen=True)
@@ -870,6 +876,88 @@ def divergence_cases() -> Iterator[Divergence]:
     for dtype in DTYPES:
         for vocab in (52, 20_500, 163_900):
             yield Divergence("kl_divergence", dtype, vocab)
+
+
+@dataclass(frozen=True)
+class Recurrence(Case):
+    """A jitted `linear_attention` or `gated_delta_rule` with all gradients."""
+
+    dtype: str
+    # B, T, heads of q and k, heads of v, K, V.
+    shape: tuple[int, ...]
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Compares results with those of XLA's program on the CPU."""
+        batch, length, key_heads, heads, keys, values = self.shape
+        dtype = DTYPES[self.dtype]
+        each = [(key_heads, keys), (key_heads, keys), (heads, values)]
+        arrays = [rng.normal(size=(batch, length, *one)) for one in each]
+        arrays[1] /= np.linalg.norm(arrays[1], axis=-1, keepdims=True)
+        operands = [array.astype(dtype) for array in arrays]
+        if self.target == "gated_delta_rule":
+            operands.append(rng.uniform(0, 1, (batch, length, heads)).astype(np.float32))
+        operands.append(-rng.uniform(0, 0.2, (batch, length, heads)).astype(np.float32))
+        cotangent = rng.normal(size=(batch, length, heads, values)).astype(dtype)
+
+        def run(implementation: str) -> list[Numbers]:
+            def step(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+                function = getattr(pallas_bridge, self.target)
+                o, backward = jax.vjp(
+                    lambda *all: function(*all, implementation=implementation), *operands
+                )
+                return o, *backward(cotangent)
+
+            return [np.asarray(one) for one in jax.jit(step)(cotangent, *operands)]
+
+        with jax.enable_x64(False):
+            found = run("custom_call")
+            with jax.default_device(jax.devices("cpu")[0]):
+                wanted = run("reference")
+        off = {"f32": 1e-4, "f16": 1e-2, "bf16": 3e-2}[self.dtype]
+        hold(found, [one.astype(np.float64) for one in wanted], off)
+
+
+@dataclass(frozen=True)
+class EightBits(Case):
+    """Two jitted steps of `adamw8bit` over arrays that fill no CTA, of blocks of each size."""
+
+    dtype: str
+
+    def run(self, rng: np.random.Generator) -> None:
+        """Compares parameters with those of XLA's program on the CPU."""
+        dtype = DTYPES[self.dtype]
+        shapes = [(67, 256), (40, 128), (5, 3, 320), (4096,)]
+        params = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+        grads = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+        def run(implementation: Literal["custom_call", "reference"]) -> list[Numbers]:
+            optimizer: Any = pallas_bridge.optax.adamw8bit(
+                1e-2, rounding_seed=3, implementation=implementation
+            )
+
+            def steps(params: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
+                state = optimizer.init(params)
+                for _ in range(2):
+                    params, state = optimizer.update_and_apply(grads, state, params)
+                return params
+
+            return [np.asarray(one) for one in jax.jit(steps)(params, grads)]
+
+        with jax.enable_x64(False):
+            found = run("custom_call")
+            with jax.default_device(jax.devices("cpu")[0]):
+                wanted = run("reference")
+        hold(found, [one.astype(np.float64) for one in wanted], max(OFF[self.dtype], 1e-4))
+
+
+def program_cases() -> Iterator[Case]:
+    """Recurrences whose last chunk is not full, with shared heads too, and optimizers."""
+    for dtype in DTYPES:
+        for shape in [(2, 150, 1, 2, 64, 64), (1, 300, 2, 2, 128, 128)]:
+            yield Recurrence("linear_attention", dtype, shape)
+            yield Recurrence("gated_delta_rule", dtype, shape)
+        if dtype != "f16":
+            yield EightBits("adamw_8bit", dtype)
 
 
 @dataclass(frozen=True)
@@ -919,7 +1007,9 @@ def plain_cases(known: Sequence[Case]) -> Iterator[Plain]:
             for each in attributes
             if each["type"] == "s64" and isinstance(each["range"], list)
         }
-        is_plain = len(lists) + len(flags) == len(attributes)
+        is_plain = len(lists) + len(flags) == len(attributes) and all(
+            set(array["dtype"]) <= {*DTYPES, "s32"} for array in one.declared["operands"]
+        )
         if not is_plain or name.startswith(own) or not all(one.declared["handlers"].values()):
             continue
         for dtype in DTYPES:
@@ -968,6 +1058,7 @@ def main() -> int:
     if arguments.platform == "cuda":
         known += decoding_cases()
         known += divergence_cases()
+        known += program_cases()
     known += plain_cases(known)
     if arguments.no_products:
         known = [case for case in known if not case.has_products]

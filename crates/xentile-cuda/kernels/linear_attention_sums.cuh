@@ -545,9 +545,9 @@ struct CausalSum {
       }
       return;
     }
-    // Through the warp's rows of the left operand, which no other warp reads.
+    // Through the warp's rows of the left operand, which the GEMMs of all four warps have read.
     const Narrow rows{left(c).base};
-    __syncwarp();
+    hopper::meet<kWarpgroup>(2);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll

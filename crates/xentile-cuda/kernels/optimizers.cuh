@@ -450,7 +450,7 @@ __device__ inline void adamw(const OptimizerArguments& a) {
   const float rest1 = s.rest1 * s.clip, root_rest2 = sqrtf(s.rest2) * s.clip;
   const float along_mu = s.learning_rate * s.mu_scale;
   const float along_grad = s.learning_rate * s.grad_scale * s.clip;
-  const float kept = 1.0f - s.learning_rate * s.weight_decay;
+  const float along_param = s.learning_rate * s.weight_decay;
 
   Vectors<G, kInRow> grads;
   Vectors<P, kInRow> params;
@@ -478,7 +478,7 @@ __device__ inline void adamw(const OptimizerArguments& a) {
     float g[8], p[8], m[8], v[8];
     grads.widen(g);
     params.widen(p);
-    const float keep = leaf % 2 != 0 ? kept : 1.0f;
+    const float decay = leaf % 2 != 0 ? along_param : 0.0f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       m[k] = fmaf(mu.code(lookup, k), mu.scale(k) * s.b1, rest1 * g[k]);
@@ -486,7 +486,8 @@ __device__ inline void adamw(const OptimizerArguments& a) {
       v[k] = fmaf(part, part, nu.code(lookup, k) * (nu.scale(k) * s.b2));
       const float below = root(fmaf(v[k], s.nu_scale, s.eps_root)) + s.eps;
       const float step = fmaf(along_mu, m[k], along_grad * g[k]);
-      p[k] = fmaf(-step, reciprocal(below), keep * p[k]);
+      // p is rounded once: 1 less the decay would be a multiple of 2^-24, as large as usual decays.
+      p[k] -= fmaf(step, reciprocal(below), decay * p[k]);
     }
     store_params<P>(array.params, place, p, s, leaf);
     chunk += gridDim.x * kWarps;

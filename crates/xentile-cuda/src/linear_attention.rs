@@ -436,7 +436,7 @@ impl LinearAttention {
         use Kernel as K;
         // Of heads that share keys, a group's float32 parts of dq and dk are added before those of the group before it
         // overwrite them, and it begins with the gradients of states that the last one wrote.
-        let launches = if shares { self.groups() } else { 1 };
+        let launches = if shares { self.groups().max(1) } else { 1 };
         all.groups = (self.groups() / launches) as u32;
         if all.groups > 1 {
             for kernel in [K::GroupGradients, K::CombineGradients] {

@@ -175,14 +175,16 @@ fn arguments(
         *row = array(one, chunks as u32)?;
         chunks += one.size.div_ceil(CHUNK as usize) as u64;
     }
-    // Kernels count groups of 4 entries in 32 bits.
-    let chunks = u32::try_from(chunks).ok().filter(|&chunks| chunks < 1 << 26);
+    // Kernels count an array's groups of 4 entries in 32 bits, and chunks of all arrays, to which a CTA's last turn adds
+    // the warps of a grid.
+    let fits = parameters.iter().all(|one| (one.size as u64) < 1 << 34);
+    let chunks = u32::try_from(chunks).ok().filter(|&chunks| fits && chunks < 1 << 31);
     table.chunks = chunks.ok_or_else(|| {
         let largest = parameters.iter().map(|one| one.size).max().unwrap_or(0);
         Error::Problem(xentile::Error::Shape {
             tokens: parameters.len(),
             vocab: largest,
-            requirement: "all parameters of a launch must have below 2^34 entries",
+            requirement: "each parameter must have below 2^34 entries, and those of a launch below 2^39",
         })
     })?;
     Ok(table)

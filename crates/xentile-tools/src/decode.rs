@@ -19,6 +19,9 @@ use crate::xla::{Compiled, Session};
 /// Steps of the program's blocks.
 const BLOCK: u32 = 16;
 
+/// The most steps: the program counts them in 32 bits.
+const MOST_STEPS: u32 = 1 << 30;
+
 /// What is measured.
 #[derive(Args, Clone, Debug, Serialize)]
 pub struct Config {
@@ -50,7 +53,7 @@ pub struct Config {
     /// Tokens of at least this part of the largest probability.
     #[arg(long, requires = "temperature")]
     min_p: Option<f64>,
-    /// Steps, rounded up to 16, of which half as many are taken off.
+    /// Steps of the longer run, rounded up to a multiple of 32; the other has half as many.
     #[arg(long, default_value_t = 256)]
     steps: u32,
     /// Measurements, of which the fastest counts.
@@ -136,6 +139,11 @@ pub fn run(config: &Config) -> Result<Report> {
     let platform =
         config.backend.platform().context("backend is cpu; it must be xla:cpu or xla:cuda")?;
     ensure!(config.steps >= 1, "steps is 0; it must be at least 1");
+    ensure!(
+        config.steps <= MOST_STEPS,
+        "steps is {}; it must be at most {MOST_STEPS}",
+        config.steps
+    );
     ensure!(config.iters >= 1, "iters is 0; it must be at least 1");
     let shown = config.model.display();
     let text =

@@ -206,7 +206,8 @@ impl Asked<'_> {
             Some(_) => (name(&self.backend), ", or take the dense one with --impl reference"),
             None => (self.op.to_string(), ""),
         };
-        let path = export(self.op.name(), cell, self.cache, &what_for, dense)?;
+        let otherwise = format!(", or a program that was exported with --program FILE.json{dense}");
+        let path = export(self.op.name(), cell, self.cache, &what_for, &otherwise)?;
         self.load(&path, wanted)
     }
 
@@ -336,8 +337,8 @@ pub(crate) fn export(
     let missing = |what: &str| {
         format!(
             "{what}; kernels for {what_for} come from pallas_bridge: run `pip install \
-             ./pallas_bridge` in a checkout of xentile, or name a Python that has it in {PYTHON}, or \
-             a program that was exported with --program FILE.json{otherwise}"
+             ./pallas_bridge` in a checkout of xentile, or name a Python that has it in \
+             {PYTHON}{otherwise}"
         )
     };
     let output = match output {

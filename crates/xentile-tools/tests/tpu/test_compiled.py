@@ -251,8 +251,8 @@ def test_the_linear_form_on_a_mesh_compiles() -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_attention_compiles_to_splash_attention(topology: str, head_dim: int) -> None:
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:  # noqa: ANN401 (a tree of arrays)
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

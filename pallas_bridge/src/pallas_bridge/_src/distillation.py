@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from . import library
 from .bound import Bound
-from .checks import as_array, check_dtype, check_float32, promoted
+from .checks import as_array, check_dtype, check_float32, check_integer, promoted
 from .chunk_loops import empty, for_each_chunk, make_alike, pad_tokens, put_rows, slice_rows, zeros
 from .cross_entropy.api import cross_entropy
 from .deferred import bind_deferred, choose_if_whole, make_primitive
@@ -118,9 +118,7 @@ def linear_kl_divergence(
         total = factors.sum()
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
     count = max(CHUNK_BYTES // (8 * max(head.shape[0], 1)), LEAST_TOKENS)
-    count = count if chunk_tokens is None else chunk_tokens
-    if count < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    count = count if chunk_tokens is None else check_integer("chunk_tokens", chunk_tokens, 1)
     teacher = map(jax.lax.stop_gradient, (_flat(teacher_rows), teacher_head))
     operands = make_alike(_flat(rows), head, factors.reshape(-1), *teacher)
     return _loss(Fixed(temperature, count, (rows.dtype, head.dtype)), *operands)

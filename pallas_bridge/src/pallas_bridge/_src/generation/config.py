@@ -97,8 +97,10 @@ class DecoderConfig:
         ):
             if config.get(name, right) != right:
                 raise ValueError(f"{name} is {config[name]!r}; no value but {right!r} is supported")
-        heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
+        heads, hidden_size = (
+            check_integer(name, _required(config, name), 1)
+            for name in ("num_attention_heads", "hidden_size")
+        )
         head_dim = config.get("head_dim") or (128 if kind == "qwen3" else hidden_size // heads)
         rope = _rope_parameters(config)
         return cls(

@@ -43,8 +43,11 @@ class DecodeExports:
         """
         for name in ("batch", "position"):
             check_extent(name, config.get(name))
+        given = config.get("model")
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"model is {given!r}; it must be the object of a config.json")
         try:
-            model = DecoderConfig.from_hugging_face(config.get("model") or {})
+            model = DecoderConfig.from_hugging_face(given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model: {error}") from None
         return SimpleNamespace(model=model, batch=config["batch"], position=config["position"])

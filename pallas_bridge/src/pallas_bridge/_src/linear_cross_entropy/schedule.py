@@ -100,7 +100,7 @@ class Planner:
         hidden, weight, bias, *_ = operands
         limit, vocab_axis = self.max_scratch_bytes, self.gemms.vocab_axis
         if limit is not None:
-            limit = check_integer("max_scratch_bytes", limit, 0)
+            limit = check_integer("max_scratch_bytes", limit)
         if not all(isinstance(extent, int) for extent in weight.shape):
             raise ValueError(
                 f"weight has shape {weight.shape}; its extents must be numbers: only axes of "
