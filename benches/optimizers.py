@@ -85,7 +85,8 @@ def measure(name: str, shapes: list[tuple[int, ...]], seconds: float) -> Row:
 
         def steps(params: Any, state: Any, grads: Any) -> Any:
             for _ in range(count):
-                params, state = step(params, state, grads)
+                # XLA would fuse the steps that it runs itself.
+                params, state = jax.lax.optimization_barrier(step(params, state, grads))
             return params, state
 
         compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(*held[part], grads).compile()
