@@ -196,8 +196,9 @@ def test_attention(options: Any, call: Any, use_fn: bool, rng: np.random.Generat
     else:
         one = ours.MultiHeadAttention(**ATTENTION, **options)
     copied(theirs, one)
-    arrays = draw(rng, 2, 6, 16), draw(rng, 2, 6, 16), draw(rng, 2, 6, 16)
-    off = 3e-2 if "dtype" in options else 5e-5
+    # Larger logits would leave one probability of each row, of which rounding in 16 bits decides.
+    arrays = [draw(rng, 2, 6, 16) / 4 for _ in range(3)]
+    off = 1e-2 if "dtype" in options else 5e-5
     check(both(one, *arrays, **call), both(theirs, *arrays, **call), off)
 
 

@@ -934,14 +934,12 @@ class EightBits(Case):
             optimizer: Any = pallas_bridge.optax.adamw8bit(
                 1e-2, rounding_seed=3, implementation=implementation
             )
-
-            def steps(params: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
-                state = optimizer.init(params)
-                for _ in range(2):
-                    params, state = optimizer.update_and_apply(grads, state, params)
-                return params
-
-            return [np.asarray(one) for one in jax.jit(steps)(params, grads)]
+            with jax.default_device(jax.devices("cpu")[0]):
+                state = jax.tree.map(np.asarray, jax.jit(optimizer.init)(params))
+            step, found = jax.jit(optimizer.update_and_apply), params
+            for _ in range(2):
+                found, state = step(grads, state, found)
+            return [np.asarray(one) for one in found]
 
         with jax.enable_x64(False):
             found = run("custom_call")
