@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:
 #
-#     scripts/test.sh                    the default set: nine minutes on two cores
+#     scripts/test.sh                    the default set: twelve minutes on two cores
 #     scripts/test.sh --all              what CI runs: half an hour
 #     scripts/test.sh --nightly          everything
 #     scripts/test.sh [--all] lint host  these tiers alone, with the cases of that set; else every case
