@@ -51,7 +51,7 @@ struct LinearAttentionArguments {
   void* dv;
   float* dg;
   float* db;
-  float* dq_parts;  // [M, N, 64, K]; null where heads share no keys
+  float* dq_parts;  // [M / cluster, N of all groups of a launch, 64, K]; null where a cluster has all heads that share keys
   float* dk_parts;
   // Without b.
   float* group_dstates;  // [M, groups, K, V], before each group
@@ -68,7 +68,9 @@ struct LinearAttentionArguments {
   uint32_t chunks;  // of the group
   uint32_t sequences;
   float scale;
-  uint32_t groups;  // that a launch has, from `first` on; without b
+  uint32_t groups;  // that a launch has, from `first` on; with b one
+  // Heads whose dq and dk are added up within a cluster of CTAs, kLinearCluster or 1.
+  uint32_t cluster;
 };
 
 // Mirrored by `NUMBERS` in src/linear_attention.rs.
@@ -76,6 +78,7 @@ inline constexpr uint32_t kLinearChunk = 64;
 inline constexpr uint32_t kLinearSlice = 32;
 inline constexpr uint32_t kLinearSumColumns = 64;
 inline constexpr uint32_t kLinearThreads = 256;
+inline constexpr uint32_t kLinearCluster = 4;
 // CTAs that add up a chunk of heads that share keys.
 inline constexpr uint32_t kLinearParts = 8;
 // Of a CTA of `Step`: a warp has kLinearSlice columns of a head.
@@ -357,10 +360,12 @@ struct Decays {
 inline constexpr float kNotFinite = 16384.0f;
 
 __device__ inline void decays(const Arguments& a) {
-  const int64_t chunk = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  // Warps of a CTA have neighbouring heads, which share sectors of g.
+  const uint32_t warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, row = warp / a.heads, head = warp % a.heads;
   const int lane = threadIdx.x % 32;
-  if (chunk >= int64_t{a.sequences} * a.heads * a.all_chunks) return;
-  const int64_t sequence_head = chunk / a.all_chunks, sequence = sequence_head / a.heads, head = sequence_head % a.heads;
+  const int64_t sequence = row / a.all_chunks;
+  if (sequence >= a.sequences) return;
+  const int64_t chunk = (sequence * a.heads + head) * a.all_chunks + row % a.all_chunks;
   float high[2], low[2], b[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -1506,19 +1511,19 @@ struct Step {
 template <int K>
 __device__ inline void add_heads(const Arguments& a) {
   constexpr int kRows = kChunk / kLinearParts;
-  const int shared = static_cast<int>(a.heads / a.key_heads);
+  const int shared = static_cast<int>(a.heads / a.key_heads / a.cluster);
   const int64_t key_chunk = blockIdx.x / kLinearParts;
   const int first_row = static_cast<int>(blockIdx.x % kLinearParts) * kRows;
-  const int64_t key_head = key_chunk / a.chunks, chunk = key_chunk % a.chunks;
-  const int64_t first = key_head / a.key_heads * a.heads + key_head % a.key_heads * shared;
-  const ChunkIndex index(a, first, static_cast<int>(chunk));
+  const int64_t chunks = int64_t{a.groups} * a.chunks, key_head = key_chunk / chunks, chunk = key_chunk % chunks;
+  const int64_t first = key_head * shared;
+  const ChunkIndex index(a, first * a.cluster, static_cast<int>(chunk));
   const int count = index.count(a);
-  const int64_t next = int64_t{a.chunks} * kChunk * K;
+  const int64_t next = chunks * kChunk * K;
   for (int at = threadIdx.x; at < 2 * kRows * (K / 2); at += kThreads) {
     const bool is_k = at >= kRows * (K / 2);
     const int r = first_row + at / (K / 2) % kRows, c = at % (K / 2) * 2;
     if (r >= count) continue;
-    const float* from = (is_k ? a.dk_parts : a.dq_parts) + (index.slot(a) * kChunk + r) * K + c;
+    const float* from = (is_k ? a.dk_parts : a.dq_parts) + ((first * chunks + chunk) * kChunk + r) * K + c;
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
     for (int head = 0; head < shared; ++head) {

@@ -28,6 +28,11 @@ template <int kColumns>
 using Tile = attention::Rows<Bf16, kColumns, kChunk, kThreads>;
 
 inline constexpr bool kHasWarpgroups = attention::kHasWarpgroups<Bf16>;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasClusters = false;
+#else
+inline constexpr bool kHasClusters = true;
+#endif
 inline constexpr int kWarpgroup = 128;
 // Columns of a result that a CTA has.
 inline constexpr int kSumColumns = kLinearSumColumns;
@@ -143,51 +148,60 @@ struct RowDecays {
   }
   __device__ float total() const { return power(sums[kChunk - 1] + sums[2 * kChunk - 1]); }
 
-  // Multiplies scores of a warp's 16 rows by `scale` and decays, and masks those after the diagonal. A decay from before the
+  // Multiplies scores of a warp's 16 rows by `scale` and decays, and those after the diagonal by 0. A decay from before the
   // 16 rows is a product of two, from its column to the first row, and from there on.
   __device__ void mask(Sums<8>& scores, int row, float scale) const {
-    const auto exponent = [&](float2 later, float2 earlier) { return (later.x - earlier.x) + (later.y - earlier.y); };
+    const int lane = threadIdx.x % 32;
     const auto at = [&](int r) { return make_float2(sums[token(r)], sums[kChunk + token(r)]); };
-    const float2 own[2] = {at(row + row_of(0)), at(row + row_of(2))}, start = at(row);
     const auto between = [&](float2 row, float2 column) {
-      return power(kReversed ? exponent(column, row) : exponent(row, column));
+      const float exponent = (row.x - column.x) + (row.y - column.y);
+      return power(kReversed ? -exponent : exponent);
     };
+    const float2 own[2] = {at(row + row_of(0)), at(row + row_of(2))}, start = at(row);
     const float from_start[2] = {scale * between(own[0], start), scale * between(own[1], start)};
+    // Of columns `lane` and `lane` + 32.
+    float to_start[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = half * 32 + lane;
+      to_start[half] = column < row ? between(start, at(column)) : 0.0f;
+    }
+    // Of the columns of the 16 rows.
+    Sums<2> own_decays;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 columns[2] = {at(row + n * 8 + column_of(0)), at(row + n * 8 + column_of(1))};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        own_decays[n][i] = row_of(i) >= n * 8 + column_of(i) ? scale * between(own[i / 2], columns[i % 2]) : 0.0f;
+      }
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      if (n * 8 >= row + 16) {
+      const bool is_own = n / 2 == row / 16;
+      float columns[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[n][i] = 0.0f;
-        continue;
-      }
-      const int first = n * 8 + threadIdx.x % 4 * 2, t = kReversed ? kChunk - 2 - first : first;
-      const float2 h = *reinterpret_cast<const float2*>(sums + t);
-      const float2 l = *reinterpret_cast<const float2*>(sums + kChunk + t);
-      const float2 columns[2] = {kReversed ? make_float2(h.y, l.y) : make_float2(h.x, l.x),
-                                 kReversed ? make_float2(h.x, l.x) : make_float2(h.y, l.y)};
-      if (n * 8 < row) {
+      for (int i = 0; i < 2; ++i) columns[i] = __shfl_sync(~0u, to_start[n / 4], n % 4 * 8 + column_of(i));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float to_start = between(start, columns[i]);
-          scores[n][i] *= to_start * from_start[0];
-          scores[n][2 + i] *= to_start * from_start[1];
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float score = scale * scores[n][i] * between(own[i / 2], columns[i % 2]);
-          scores[n][i] = row + row_of(i) >= n * 8 + column_of(i) ? score : 0.0f;
-        }
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] *= is_own ? own_decays[n % 2][i] : columns[i % 2] * from_start[i / 2];
       }
     }
   }
 };
 
-// Has few CTAs look for what there is to run exactly.
-template <class Each>
-__device__ inline void for_each_cta(const Arguments& a, int slices, const Each& each) {
+// Has few CTAs run what `is_flagged`: a thread looks at one after another, the CTAs of a cluster at the same.
+template <class IsFlagged, class Each>
+__device__ inline void for_each_flagged(const Arguments& a, int slices, const IsFlagged& is_flagged, const Each& each) {
   const uint32_t count = a.sequences * a.heads * a.groups * slices;
-  for (uint32_t cta = blockIdx.x; cta < count; cta += gridDim.x) each(cta);
+  bool found = false;
+  for (uint32_t cta = blockIdx.x + threadIdx.x * gridDim.x; cta < count; cta += kThreads * gridDim.x) {
+    found = found || is_flagged(cta);
+  }
+  if (!__syncthreads_or(found)) return;
+  for (uint32_t cta = blockIdx.x; cta < count; cta += gridDim.x) {
+    if (is_flagged(cta)) each(cta);
+  }
 }
 
 template <int K, int V, Result kResult, Part kPart>
@@ -206,20 +220,33 @@ struct CausalSum {
   using Wide = Tile<kWidth>;
   using Narrow = Tile<kSumColumns>;
   static constexpr bool kHasRows = kPart == Part::kRows;
-  static constexpr int kStages = kHasRows ? 2 : 4;
-  static constexpr int kStageBytes = (kHasRows ? 2 : 1) * Wide::kBytes + Narrow::kBytes;
+  // Slices of a CTA. Without rows both warpgroups compute states.
+  static constexpr int kCtaSlices = kHasRows ? 1 : kSlices;
+  static constexpr int kStageBytes = (kHasRows ? 2 : 1) * Wide::kBytes + kCtaSlices * Narrow::kBytes;
+  static constexpr int kStages = kHasRows ? 2 : kStageBytes > 24 * 1024 ? 3 : 4;
   static constexpr int kSumsBytes = 2 * kChunk * 4;
-  static constexpr int kBytes = kStages * (kStageBytes + kSumsBytes) + (kHasRows ? kParts * Wide::kBytes : 0);
+  static constexpr int kStateBytes = kStages * (kStageBytes + kSumsBytes) + (kHasRows ? kParts * Wide::kBytes : 0);
+  // Whether there is room for rows that leave, for two CTAs of a multiprocessor; else these take the place of left operands.
+  static constexpr bool kHasRoom = kHasRows && kStateBytes <= 104 * 1024;
+  static constexpr int kBytes = kStateBytes + (kHasRoom ? Narrow::kBytes : 0);
+  // Whether CTAs of heads that share keys may add up dq and dk, whose rows each CTA of a cluster has a quarter of. After all
+  // else two chunks' rows, of which neighbours are in different banks, and two barriers.
+  static constexpr bool kAddsHeads = kHasClusters && kHasRows && kIsOfKeys && kWidth == 64;
+  static constexpr int kCluster = kLinearCluster, kOwnRows = kChunk / kCluster;
+  static constexpr int kRowBytes = kSumColumns * 4 + 32, kInboxBytes = kChunk * kRowBytes;
+  static constexpr int kBytesOfCluster = kBytes + (kAddsHeads ? 2 * kInboxBytes + 16 : 0);
   using RowDecays = linear_attention::RowDecays<kReversed>;
 
   uint32_t base;
 
   __device__ Wide right(int c) const { return {base + c % kStages * kStageBytes}; }
-  __device__ Narrow value(int c) const { return {base + c % kStages * kStageBytes + Wide::kBytes}; }
+  __device__ Narrow value(int c, int slice = 0) const {
+    return {base + c % kStages * kStageBytes + Wide::kBytes + slice * Narrow::kBytes};
+  }
   __device__ Wide left(int c) const { return {base + c % kStages * kStageBytes + Wide::kBytes + Narrow::kBytes}; }
   __device__ Wide state(int part) const { return {base + kStages * kStageBytes + part * Wide::kBytes}; }
   __device__ static float* sums(int c) {
-    return reinterpret_cast<float*>(mma::shared_memory() + kBytes - (kStages - c % kStages) * kSumsBytes);
+    return reinterpret_cast<float*>(mma::shared_memory() + kStateBytes - (kStages - c % kStages) * kSumsBytes);
   }
 
   // Where a lane has two elements of tile n and of row `row` + lane / 4 in shared memory; eight rows on are 1024 bytes.
@@ -246,12 +273,12 @@ struct CausalSum {
             int64_t{a.heads} * V};
   }
 
-  // Copies the rows of a chunk; zeros for tokens after the last.
-  template <int kColumns>
+  // Has kCopyThreads threads copy the rows of a chunk; zeros for tokens after the last.
+  template <int kCopyThreads, int kColumns>
   __device__ static void copy(Tile<kColumns> to, const Array& from, int64_t token, int count, int column) {
-    constexpr int kVectors = kColumns / 8, kStep = kThreads / kVectors;
+    constexpr int kVectors = kColumns / 8, kStep = kCopyThreads / kVectors;
     static_assert(kStep % 8 == 0);
-    const int vector = threadIdx.x % kVectors, row = threadIdx.x / kVectors;
+    const int vector = threadIdx.x % kVectors, row = threadIdx.x % kCopyThreads / kVectors;
     const uint32_t at = to.at(row, vector);
     const int t = RowDecays::token(row);
     const Bits* source = from.first + (token + t) * from.stride + column + vector * 8;
@@ -294,21 +321,42 @@ struct CausalSum {
     if (!compute<false>(a, place) && kHasRows && threadIdx.x == 0) *place.flag(a) = 1.0f;
   }
 
-  __device__ static void run_exactly(const Arguments& a, int64_t head_group, int slice) {
+  // With sums of a cluster, all of its CTAs run again.
+  __device__ static bool is_flagged(const Arguments& a, int64_t head_group, int slice) {
     const Place place(a, head_group, slice);
-    if (*place.flag(a) != 0.0f) compute<true>(a, place);
+    const float* flag = place.flag(a);
+    if (!kAddsHeads || a.cluster == 1) return *flag != 0.0f;
+    const int64_t next = int64_t{a.all_chunks} * kDecays;
+    flag -= place.index.sequence_head % kCluster * next;
+    float found = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCluster; ++i) found += flag[i * next];
+    return found != 0.0f;
   }
 
-  __device__ static void run(const Arguments& a) { run(a, blockIdx.x / kSlices, blockIdx.x % kSlices); }
+  __device__ static void run(const Arguments& a) {
+    if constexpr (kHasRows) {
+      run(a, blockIdx.x / kSlices, blockIdx.x % kSlices);
+    } else {
+      // Of all groups but the last of the walk, whose state the walk with rows writes.
+      const uint32_t head = blockIdx.x / (a.groups - 1), group = blockIdx.x % (a.groups - 1) + (kReversed ? 1 : 0);
+      run(a, head * a.groups + group, kCtaSlices == 2 ? threadIdx.x / kWarpgroup : 0);
+    }
+  }
   __device__ static void run_exactly(const Arguments& a) {
-    for_each_cta(a, kSlices, [&](uint32_t cta) { run_exactly(a, cta / kSlices, cta % kSlices); });
+    for_each_flagged(
+        a, kSlices, [&](uint32_t cta) { return is_flagged(a, cta / kSlices, cta % kSlices); },
+        [&](uint32_t cta) { compute<true>(a, Place(a, cta / kSlices, cta % kSlices)); });
   }
 
-  // Returns whether the last state is finite.
+  // Returns whether the last state and the first column are finite, which a score that is not, masked or not, reaches.
   template <bool kExact>
   __device__ static bool compute(const Arguments& a, const Place& place) {
     const CausalSum s{ptx::shared_address(mma::shared_memory())};
     const ChunkIndex& index = place.index;
+    if constexpr (kAddsHeads) {
+      if (a.cluster > 1) s.meet_cluster();
+    }
     const int column = place.slice * kSumColumns, first = place.group * static_cast<int>(a.chunks);
     const int rest = static_cast<int>(a.all_chunks) - first;
     const int chunks = kResult == Result::kO && a.groups == 1 ? rest : min(static_cast<int>(a.chunks), rest);
@@ -335,40 +383,56 @@ struct CausalSum {
     const auto count_of = [&](int chunk) {
       return static_cast<int>(min(int64_t{kChunk}, a.tokens - int64_t{chunk} * kChunk));
     };
+    // Begins to load a chunk. The warpgroup of rows alone reads `left`, and writes its rows there.
+    constexpr int kCopyThreads = kHasRows ? kWarpgroup : kThreads;
+    const bool has_rows = threadIdx.x < kWarpgroup;
     const auto load = [&](int c) {
       if (c < chunks) {
         const int chunk = chunk_of(c), count = count_of(chunk);
         const int64_t token = int64_t{chunk} * kChunk;
-        if constexpr (kHasRows) copy(s.left(c), left, token, count, 0);
-        copy(s.right(c), right, token, count, 0);
-        copy(s.value(c), value, token, count, column);
-        if (threadIdx.x < 2 * kChunk / 4) {
-          mma::copy(sums(c) + threadIdx.x * 4,
-                    a.decays + (index.sequence_head * a.all_chunks + chunk) * kDecays + threadIdx.x * 4, true);
+        if (kHasRows && has_rows) {
+          copy<kCopyThreads>(s.left(c), left, token, count, 0);
+        } else {
+          copy<kCopyThreads>(s.right(c), right, token, count, 0);
+          if constexpr (kCtaSlices == 2) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) copy<kCopyThreads>(s.value(c, i), value, token, count, i * kSumColumns);
+          } else {
+            copy<kCopyThreads>(s.value(c), value, token, count, column);
+          }
+          if (const int i = threadIdx.x % kCopyThreads; i < 2 * kChunk / 4) {
+            mma::copy(sums(c) + i * 4,
+                      a.decays + (index.sequence_head * a.all_chunks + chunk) * kDecays + i * 4, true);
+          }
         }
       }
       mma::commit();
     };
-    // Waits for a chunk and the state before it, and begins to load another where the one before lay.
-    const auto step = [&](int c) {
-      __syncthreads();
-      load(c + kStages - 1);
-    };
+    const auto load_next = [&](int c) { load(c + kStages - 1); };
     for (int c = 0; c + 1 < kStages; ++c) load(c);
     publish();
     float found = 0.0f;
-    if (threadIdx.x < kWarpgroup) {
-      for (int c = 0; c < chunks; ++c) {
-        step(c);
-        if constexpr (kHasRows) {
-          const int chunk = chunk_of(c);
-          s.template write_rows<kExact>(a, place, c, chunk, count_of(chunk), c + 1 == chunks);
-        } else {
-          publish();
+    if (!has_rows || kCtaSlices == 2) {
+      // Of a cluster, also adds up the rows of a chunk that the CTAs send as they begin the next chunk: they have then read
+      // the rows of the chunk two before, whose place these take.
+      const auto receive = [&](int c) {
+        if constexpr (kAddsHeads) {
+          if (a.cluster > 1 && c >= 0) s.receive(a, place, c, chunk_of(c), count_of(chunk_of(c)));
         }
+      };
+      found = s.template walk<kExact>(a, place, chunks, load_next, receive);
+      if constexpr (kAddsHeads) {
+        if (a.cluster > 1) __syncthreads();
       }
+      receive(chunks - 1);
+    } else if constexpr (kHasRows) {
+      found = s.template write_chunks<kExact>(a, place, chunks, chunk_of, count_of, load_next);
     } else {
-      found = s.template walk<kExact>(a, place, chunks, step);
+      for (int c = 0; c < chunks; ++c) {
+        __syncthreads();
+        load_next(c);
+        publish();
+      }
     }
     return !__syncthreads_or(!is_finite(found));
   }
@@ -395,8 +459,9 @@ struct CausalSum {
   }
 
   // Has a warpgroup compute the state after each chunk. Returns NaN if the last is not finite, else 0.
-  template <bool kExact, class Step>
-  __device__ float walk(const Arguments& a, const Place& place, int chunks, const Step& step) const {
+  template <bool kExact, class Load, class Receive>
+  __device__ float walk(const Arguments& a, const Place& place, int chunks, const Load& load_next,
+                        const Receive& receive) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32, row = warp * 16;
     const int64_t own = int64_t{place.slice * kSumColumns + row} * kRowStride;
     Sums<kTiles> x;
@@ -414,19 +479,22 @@ struct CausalSum {
       publish();
     }
     for (int c = 0; c < chunks; ++c) {
-      step(c);
+      __syncthreads();
+      load_next(c);
       const RowDecays decays{sums(c)};
+      // Of rows 2 `lane` and after it.
+      float2 to_end = decays.to_end(lane * 2);
+      if (kReversed) to_end.x *= a.scale, to_end.y *= a.scale;
       SplitOperand operand;
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) {
         uint32_t v[4];
         // The transpose of 16 rows and the warp's 16 columns.
-        mma::load_matrices_transposed(v, value(c).at(k * 16 + lane / 16 * 8 + lane % 8, row / 8 + lane / 8 % 2));
+        mma::load_matrices_transposed(v, value(c, kCtaSlices == 2 ? place.slice : 0).at(k * 16 + lane / 16 * 8 + lane % 8, row / 8 + lane / 8 % 2));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int at = k * 16 + half * 8 + lane % 4 * 2;
-          float2 by = decays.to_end(at);
-          if (kReversed) by.x *= a.scale, by.y *= a.scale;
+          const int from = k * 8 + half * 4 + lane % 4;
+          const float2 by = make_float2(__shfl_sync(~0u, to_end.x, from), __shfl_sync(~0u, to_end.y, from));
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const uint32_t pair = v[half * 2 + i];
@@ -444,6 +512,7 @@ struct CausalSum {
       multiply_along<kWidth>(x, operand, right(c));
       end_products();
       wait_for<0>(x);
+      receive(c - 1);
       if (kHasRows && c + 1 < chunks) {
         hopper::meet<kThreads>(1);
         share(x, row);
@@ -455,10 +524,12 @@ struct CausalSum {
         write(x, after(a, place.index.sequence_head, place.groups, c / static_cast<int>(a.chunks)) + own);
       }
     }
-    if (!kHasRows || (kResult == Result::kDk && a.groups == 1)) {
+    const bool is_last = kReversed ? place.group == 0 : place.group + 1 == place.groups;
+    if (!kHasRows || (kResult == Result::kDk && a.groups == 1) ||
+        (is_last && (kResult == Result::kDk || (kResult == Result::kO && a.groups > 1)))) {
       write(x, after(a, place.index.sequence_head, place.groups, place.group) + own);
     }
-    if (kHasRows && kResult == Result::kDk && a.groups == 1 && place.group == 0) {
+    if (kHasRows && kResult == Result::kDk && is_last) {
       write(x, a.dbefore + place.index.sequence_head * a.dbefore_stride + own);
     }
     return nan_unless_finite<false>(x);
@@ -488,52 +559,157 @@ struct CausalSum {
     }
   }
 
-  // Has a warpgroup write the rows of a chunk.
-  template <bool kExact>
-  __device__ void write_rows(const Arguments& a, const Place& place, int c, int chunk, int count, bool is_last) const {
+  // Has a warpgroup write the rows of all chunks. Those of a chunk leave while the next chunk's scores are computed. Returns
+  // NaN if the first column is not finite, else 0.
+  template <bool kExact, class ChunkOf, class CountOf, class Load>
+  __device__ float write_chunks(const Arguments& a, const Place& place, int chunks, const ChunkOf& chunk_of,
+                               const CountOf& count_of, const Load& load_next) const {
     const int row = threadIdx.x / 32 * 16;
-    const RowDecays decays{sums(c)};
     Sums<8> scores, y;
-    begin_products();
-    multiply_rows<kWidth>(scores, left(c), right(c), false);
-    end_products();
-    multiply_rows<kWidth>(y, left(c), state(0), false);
-    if constexpr (kParts == 2) multiply_rows<kWidth>(y, left(c), state(1), true);
-    end_products();
-    wait_for<1>(scores);
-    decays.mask(scores, row, a.scale);
-    wait_for<0>(y);
-    if (!is_last) hopper::arrive<kThreads>(1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float factor = decays.from_start(row + row_of(2 * i)) * (kReversed ? 1.0f : a.scale);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) y[n][2 * i] *= factor, y[n][2 * i + 1] *= factor;
-    }
     uint32_t gate[2][8];
-    if constexpr (kExact) {
-      add_exactly(y, scores, value(c), row);
-    } else {
-      SplitOperand operand;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) operand.set(k, i, scores[2 * k + i / 2][i % 2 * 2], scores[2 * k + i / 2][i % 2 * 2 + 1]);
+    float found = 0.0f;
+    // Writes the rows of chunk c - 1, or sends them.
+    const auto write_before = [&](int c) {
+      if (c == 0) return;
+      write_rows(a, place, y, gate, c - 1, chunk_of(c - 1), count_of(chunk_of(c - 1)));
+      if constexpr (kAddsHeads) {
+        if (a.cluster > 1) send(y, c - 1);
+      }
+    };
+    for (int c = 0; c < chunks; ++c) {
+      __syncthreads();
+      begin_products();
+      multiply_rows<kWidth>(scores, left(c), right(c), false);
+      end_products();
+      if constexpr (kHasRoom) load_next(c);
+      write_before(c);
+      if constexpr (!kHasRoom) {
+        hopper::meet<kWarpgroup>(2);
+        load_next(c);
       }
       begin_products();
-      multiply_along<kSumColumns, kScoreParts>(y, operand, value(c));
+      multiply_rows<kWidth>(y, left(c), state(0), false);
+      if constexpr (kParts == 2) multiply_rows<kWidth>(y, left(c), state(1), true);
       end_products();
-      if constexpr (kIsOfKeys) load_gate(gate, a, place, chunk, count, row);
+      const RowDecays decays{sums(c)};
+      wait_for<1>(scores);
+      // A branch, so that the wait for y comes after it.
+      if (a.scale != 0.0f) {
+        decays.mask(scores, row, a.scale);
+      } else {
+        clear(scores);
+      }
       wait_for<0>(y);
+      if (c + 1 < chunks) hopper::arrive<kThreads>(1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float factor = decays.from_start(row + row_of(2 * i)) * (kReversed ? 1.0f : a.scale);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) y[n][2 * i] *= factor, y[n][2 * i + 1] *= factor;
+      }
+      if constexpr (kExact) {
+        add_exactly(y, scores, value(c), row);
+      } else {
+        SplitOperand operand;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            operand.set(k, i, scores[2 * k + i / 2][i % 2 * 2], scores[2 * k + i / 2][i % 2 * 2 + 1]);
+          }
+        }
+        begin_products();
+        multiply_along<kSumColumns, kScoreParts>(y, operand, value(c));
+        end_products();
+      }
+      if constexpr (kIsOfKeys) load_gate(gate, a, place, chunk_of(c), count_of(chunk_of(c)), row);
+      if constexpr (!kExact) wait_for<0>(y);
+      found = fmaf(y[0][0], 0.0f, fmaf(y[0][2], 0.0f, found));
+      publish();
     }
-    if constexpr (kExact && kIsOfKeys) load_gate(gate, a, place, chunk, count, row);
-    publish();
-    const int64_t token = int64_t{chunk} * kChunk;
-    const int column = place.slice * kSumColumns;
-    if constexpr (kIsOfKeys) write_exponents(a, place, y, gate, chunk, row);
+    if constexpr (kAddsHeads) {
+      if (a.cluster > 1) __syncthreads();
+    }
+    write_before(chunks);
+    return found;
+  }
+
+  // The rows of chunk c that CTAs of a cluster sent, [rank, own rows], and the barrier that counts their bytes.
+  __device__ uint32_t inbox(int c) const { return base + kBytes + c % 2 * kInboxBytes; }
+  __device__ uint32_t barrier(int c) const { return base + kBytes + 2 * kInboxBytes + c % 2 * 8; }
+  __device__ void expect_rows(int c) const {
+    ptx::mbarrier_arrive_expect_tx(barrier(c), kChunk * kSumColumns * 4);
+  }
+
+  // Has the CTAs of a cluster begin.
+  __device__ void meet_cluster() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) ptx::mbarrier_init(barrier(i), 1);
+      ptx::fence_mbarrier_init();
+      for (int i = 0; i < 2; ++i) expect_rows(i);
+    }
+    ptx::cluster_sync();
+  }
+
+  // Sends each CTA of the cluster its rows of chunk c: a warp has those of one.
+  __device__ void send(const Sums<8>& y, int c) const {
+    static_assert(kOwnRows == 16);
+    const uint32_t cta = threadIdx.x / 32;
+    const uint32_t first = inbox(c) + (ptx::cluster_rank() * kOwnRows + row_of(0)) * kRowBytes + column_of(0) * 4;
+    const uint32_t to = ptx::in_cta(first, cta), at = ptx::in_cta(barrier(c), cta);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const uint64_t pair = uint64_t{__float_as_uint(y[n][i + 1])} << 32 | __float_as_uint(y[n][i]);
+        ptx::send(to + i / 2 * 8 * kRowBytes + n * 32, pair, at);
+      }
+    }
+  }
+
+  // Has a warpgroup add up the CTA's rows of chunk c in the order of heads, and write them.
+  __device__ void receive(const Arguments& a, const Place& place, int c, int chunk, int count) const {
+    const int thread = threadIdx.x % kWarpgroup, column = thread % 16 * 4, at = place.slice * kSumColumns + column;
+    const int rank = ptx::cluster_rank();
+    ptx::mbarrier_wait(barrier(c), c / 2 % 2);
+    if (thread == 0) expect_rows(c);
+#pragma unroll
+    for (int first = 0; first < kOwnRows; first += kWarpgroup / 16) {
+      const int r = first + thread / 16, t = RowDecays::token(rank * kOwnRows + r);
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < kCluster; ++i) {
+        const uint4 bits = ptx::load_shared(inbox(c) + (i * kOwnRows + r) * kRowBytes + column * 4);
+        sum.x += __uint_as_float(bits.x), sum.y += __uint_as_float(bits.y);
+        sum.z += __uint_as_float(bits.z), sum.w += __uint_as_float(bits.w);
+      }
+      if (t >= count) continue;
+      if (float* parts = parts_of(a, place, chunk); parts != nullptr) {
+        *reinterpret_cast<float4*>(parts + t * K + at) = sum;
+      } else {
+        const Array array = of_keys(a, place.index, kResult == Result::kDq ? a.dq : a.dk);
+        *reinterpret_cast<uint2*>(const_cast<Bits*>(array.first) + (int64_t{chunk} * kChunk + t) * array.stride + at) =
+            make_uint2(mma::pack(sum.x, sum.y), mma::pack(sum.z, sum.w));
+      }
+    }
+  }
+
+  // A chunk's parts of dq or dk, or null.
+  __device__ static float* parts_of(const Arguments& a, const Place& place, int chunk) {
     float* parts = kResult == Result::kDq ? a.dq_parts : kResult == Result::kDk ? a.dk_parts : nullptr;
-    if (kIsOfKeys && parts != nullptr) {
-      parts += ((place.index.sequence_head * a.chunks + chunk - a.first) * kChunk) * K + column;
+    if (parts == nullptr) return nullptr;
+    const int64_t chunks = int64_t{a.groups} * a.chunks;
+    return parts + (place.index.sequence_head / a.cluster * chunks + chunk - a.first) * (kChunk * K);
+  }
+
+  // Writes the rows of a chunk.
+  __device__ void write_rows(const Arguments& a, const Place& place, const Sums<8>& y, const uint32_t (&gate)[2][8], int c,
+                             int chunk, int count) const {
+    const int row = threadIdx.x / 32 * 16, column = place.slice * kSumColumns;
+    if constexpr (kIsOfKeys) write_exponents(a, place, y, gate, chunk, row);
+    if (kAddsHeads && a.cluster > 1) return;
+    if (float* parts = kIsOfKeys ? parts_of(a, place, chunk) : nullptr; parts != nullptr) {
+      parts += column;
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const int t = RowDecays::token(row + row_of(i));
@@ -545,9 +721,9 @@ struct CausalSum {
       }
       return;
     }
-    // Through the warp's rows of the left operand, which the GEMMs of all four warps have read.
-    const Narrow rows{left(c).base};
-    hopper::meet<kWarpgroup>(2);
+    // Through the warp's rows of shared memory. GEMMs of all four warps have read the left operand.
+    const Narrow rows{kHasRoom ? base + kStateBytes : left(c).base};
+    if (kHasRoom) __syncwarp();
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -563,7 +739,7 @@ struct CausalSum {
                                   : kResult == Result::kDk ? a.dk
                                                            : a.dv);
     const Array array = kIsOfKeys ? of_keys(a, place.index, to) : of_values(a, place.index, to);
-    Bits* first = const_cast<Bits*>(array.first) + token * array.stride + column;
+    Bits* first = const_cast<Bits*>(array.first) + int64_t{chunk} * kChunk * array.stride + column;
     const int lane = threadIdx.x % 32, own = row + lane / 8;
     first += RowDecays::token(own) * array.stride + lane % 8 * 8;
 #pragma unroll
@@ -643,30 +819,36 @@ struct AllGradients {
 
   __device__ static void run(const Arguments& a) {
     const auto run = [&](auto sum, uint32_t head_group, int slice) { sum.run(a, head_group, slice); };
-    run_cta(a, run, blockIdx.x);
+    of_cta(a, run, blockIdx.x);
   }
   __device__ static void run_exactly(const Arguments& a) {
-    const auto run = [&](auto sum, uint32_t head_group, int slice) { sum.run_exactly(a, head_group, slice); };
-    for_each_cta(a, 2 * kOfKeys + kOfValues, [&](uint32_t cta) { run_cta(a, run, cta); });
+    const auto is_flagged = [&](auto sum, uint32_t head_group, int slice) { return sum.is_flagged(a, head_group, slice); };
+    const auto run = [&](auto sum, uint32_t head_group, int slice) {
+      sum.template compute<true>(a, typename decltype(sum)::Place(a, head_group, slice));
+    };
+    for_each_flagged(
+        a, 2 * kOfKeys + kOfValues, [&](uint32_t cta) { return of_cta(a, is_flagged, cta); },
+        [&](uint32_t cta) { of_cta(a, run, cta); });
   }
 
-  template <class Run>
-  __device__ static void run_cta(const Arguments& a, const Run& run, uint32_t cta) {
+  template <class Of>
+  __device__ static auto of_cta(const Arguments& a, const Of& of, uint32_t cta) {
     const uint32_t of_keys = a.sequences * a.heads * a.groups * kOfKeys;
-    if (cta < of_keys) {
-      run(Sum<Result::kDq>{}, cta / kOfKeys, cta % kOfKeys);
-    } else if (cta < 2 * of_keys) {
-      cta -= of_keys;
-      run(Sum<Result::kDk>{}, cta / kOfKeys, cta % kOfKeys);
-    } else {
+    if (cta >= 2 * of_keys) {
       cta -= 2 * of_keys;
-      run(Sum<Result::kDv>{}, cta / kOfValues, cta % kOfValues);
+      return of(Sum<Result::kDv>{}, cta / kOfValues, cta % kOfValues);
     }
+    // Consecutive CTAs have the heads of a cluster.
+    const uint32_t at = cta % of_keys, all = at / a.cluster, slice = all % kOfKeys, group = all / kOfKeys % a.groups;
+    const uint32_t head = all / kOfKeys / a.groups * a.cluster + at % a.cluster;
+    const uint32_t head_group = head * a.groups + group;
+    if (cta < of_keys) return of(Sum<Result::kDq>{}, head_group, slice);
+    return of(Sum<Result::kDk>{}, head_group, slice);
   }
 };
 
 // Adds to the states after groups, or their gradients before groups, those of the groups before them in the order of the
-// walk: a thread has four elements of a head's state.
+// walk, but for the last: a thread has four elements of a head's state.
 template <bool kReversed>
 __device__ inline void combine(const Arguments& a, int elements) {
   const int64_t at = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4, sequence_head = at / elements;
@@ -675,7 +857,7 @@ __device__ inline void combine(const Arguments& a, int elements) {
   float* all = (kReversed ? a.group_dstates : a.after) + sequence_head * groups * elements + at % elements;
   const float* last = a.decays + sequence_head * a.all_chunks * kDecays + kChunk - 1;
   float4 state;
-  for (int i = 0; i < groups; ++i) {
+  for (int i = 0; i + 1 < groups; ++i) {
     const int group = kReversed ? groups - 1 - i : i;
     const uint32_t chunk = group * a.chunks;
     float4* here = reinterpret_cast<float4*>(all + int64_t{group} * elements);
@@ -696,7 +878,6 @@ __device__ inline void combine(const Arguments& a, int elements) {
                         fmaf(decay, state.w, own.w));
     *here = state;
   }
-  if (kReversed) *reinterpret_cast<float4*>(a.dbefore + sequence_head * a.dbefore_stride + at % elements) = state;
 }
 
 // dg of a head and group.
@@ -790,8 +971,14 @@ struct DecayGradients {
 
 namespace xentile {
 
-// As in linear_attention.cuh.
+// As in linear_attention.cuh; that of a cluster at K = V = 64.
 inline constexpr uint32_t kLinearSumShared =
     linear_attention::CausalSum<128, 128, linear_attention::Result::kDk, linear_attention::Part::kRows>::kBytes;
+inline constexpr uint32_t kLinearForwardShared =
+    linear_attention::CausalSum<128, 128, linear_attention::Result::kO, linear_attention::Part::kRows>::kBytes;
+inline constexpr uint32_t kLinearClusterSumShared =
+    linear_attention::CausalSum<64, 64, linear_attention::Result::kDk, linear_attention::Part::kRows>::kBytesOfCluster;
+inline constexpr uint32_t kLinearStatesShared =
+    linear_attention::CausalSum<128, 128, linear_attention::Result::kDq, linear_attention::Part::kStates>::kBytes;
 
 }  // namespace xentile

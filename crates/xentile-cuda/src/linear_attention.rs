@@ -49,6 +49,7 @@ mirror! {
         sequences: u32,
         scale: f32,
         groups: u32,
+        cluster: u32,
     }
 }
 
@@ -58,8 +59,12 @@ numbers! {
     SUM_COLUMNS: u32 = kLinearSumColumns, 64;
     THREADS: u32 = kLinearThreads, 256;
     PARTS: u32 = kLinearParts, 8;
+    CLUSTER: u32 = kLinearCluster, 4;
     STEP_THREADS: u32 = kLinearStepThreads, 128;
     SUM_SHARED: u32 = kLinearSumShared, 115712;
+    FORWARD_SHARED: u32 = kLinearForwardShared, 107520;
+    CLUSTER_SUM_SHARED: u32 = kLinearClusterSumShared, 111632;
+    STATES_SHARED: u32 = kLinearStatesShared, 99840;
     PREPARE_SHARED: u32 = kLinearPrepareShared, 56832;
     OUTPUTS_SHARED: u32 = kLinearOutputsShared, 87808;
     PULL_SHARED: u32 = kLinearPullShared, 71424;
@@ -74,6 +79,8 @@ const CHUNK_THREADS: u32 = 128;
 const FULL_CTAS: usize = 128;
 /// The most CTAs of kernels that run again what is not finite.
 const EXACT_CTAS: usize = 128;
+/// Columns of values of kernels that add up dq and dk of heads within a cluster.
+const CLUSTER_VALUES: usize = 64;
 /// Columns of keys and of values that kernels have.
 const WIDTHS: [usize; 2] = [64, 128];
 
@@ -254,6 +261,15 @@ impl LinearAttention {
         self.shape.tokens.div_ceil(CHUNK as usize)
     }
 
+    /// The number of heads whose dq and dk a cluster of CTAs adds up.
+    fn cluster(&self) -> usize {
+        let Shape { key_heads, heads, values, .. } = self.shape;
+        let shared = heads / key_heads;
+        let adds =
+            !self.delta && values == CLUSTER_VALUES && shared.is_multiple_of(CLUSTER as usize);
+        if adds { CLUSTER as usize } else { 1 }
+    }
+
     /// Loads the kernels of the forward pass, or of the backward pass, so that running it has only to launch them.
     ///
     /// # Errors
@@ -383,6 +399,8 @@ impl LinearAttention {
             check_alignment(name, array)?;
         }
         let stride = self.state_elements() as i64;
+        // Else a cluster has all heads that share keys.
+        let has_parts = self.shape.heads / self.shape.key_heads > self.cluster();
         let mut all = Arguments {
             dout: cotangents.o,
             dstates: more.dstates,
@@ -395,8 +413,8 @@ impl LinearAttention {
             dv: gradients.v,
             dg: gradients.g,
             db: gradients.b.unwrap_or(null_mut()),
-            dq_parts: if shares { dq_parts } else { null_mut() },
-            dk_parts: if shares { dk_parts } else { null_mut() },
+            dq_parts: if has_parts { dq_parts } else { null_mut() },
+            dk_parts: if has_parts { dk_parts } else { null_mut() },
             dbefore: gradients.initial_state,
             dafter_stride: stride,
             dbefore_stride: stride,
@@ -409,7 +427,7 @@ impl LinearAttention {
             all.after = cotangents.states.cast_mut();
             all.dafter = cotangents.final_state;
             // SAFETY: passed on from this function's contract.
-            return unsafe { self.backward_without_b(stream, all, shares) };
+            return unsafe { self.backward_without_b(stream, all) };
         }
         for group in (0..self.groups()).rev() {
             self.begin(group, &mut all, operands.initial_state, cotangents.states);
@@ -417,7 +435,7 @@ impl LinearAttention {
             all.dafter = if is_last { cotangents.final_state } else { gradients.initial_state };
             let kernels =
                 [Kernel::Prepare, Kernel::Chain, Kernel::Pull, Kernel::Reverse, Kernel::Gradients];
-            for &kernel in kernels.iter().chain(shares.then_some(&Kernel::Heads)) {
+            for &kernel in kernels.iter().chain(has_parts.then_some(&Kernel::Heads)) {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
@@ -427,27 +445,24 @@ impl LinearAttention {
 
     /// # Safety
     /// As for [`forward`](Self::forward).
-    unsafe fn backward_without_b(
-        &self,
-        stream: RawStream,
-        mut all: Arguments,
-        shares: bool,
-    ) -> Result<()> {
+    unsafe fn backward_without_b(&self, stream: RawStream, mut all: Arguments) -> Result<()> {
         use Kernel as K;
-        // Of heads that share keys, a group's float32 parts of dq and dk are added before those of the group before it
-        // overwrite them, and it begins with the gradients of states that the last one wrote.
-        let launches = if shares { self.groups().max(1) } else { 1 };
-        all.groups = (self.groups() / launches) as u32;
-        if all.groups > 1 {
+        let has_parts = !all.dq_parts.is_null();
+        // Parts of dq and dk are added before those of the groups before overwrite them. There is room for a group's of
+        // each head, or for those of as many groups as a cluster has heads.
+        let at_once = if has_parts { self.cluster() } else { self.groups() }.max(1);
+        // A group alone begins with the gradients of states that the last one wrote.
+        if at_once > 1 && self.groups() > 1 {
             for kernel in [K::GroupGradients, K::CombineGradients] {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
         }
-        for first in (0..launches).rev() {
+        for first in (0..self.groups()).step_by(at_once).rev() {
             all.first = (first * self.shape.group) as u32;
+            all.groups = at_once.min(self.groups() - first) as u32;
             let kernels = [K::Backward, K::BackwardExact];
-            for &kernel in kernels.iter().chain(shares.then_some(&K::Heads)) {
+            for &kernel in kernels.iter().chain(has_parts.then_some(&K::Heads)) {
                 // SAFETY: passed on from this function's contract.
                 unsafe { self.launch(kernel, stream, &all) }?;
             }
@@ -460,6 +475,11 @@ impl LinearAttention {
     /// The number of elements of a head's state.
     fn state_elements(&self) -> usize {
         self.shape.keys * self.shape.values
+    }
+
+    /// The number of slices of K.
+    fn key_slices(&self) -> usize {
+        self.shape.keys / SUM_COLUMNS as usize
     }
 
     /// CTAs of a kernel with one for each head and 32 columns of values.
@@ -538,7 +558,8 @@ impl LinearAttention {
             chunks: 0,
             sequences: sequences as u32,
             scale: self.scale,
-            groups: self.groups() as u32,
+            groups: if self.delta { 1 } else { self.groups() as u32 },
+            cluster: self.cluster() as u32,
         })
     }
 
@@ -582,18 +603,29 @@ impl LinearAttention {
         // Of a chunk, rows of `width` columns for each operand of scores, those of a slice, and sums of g.
         let wide = |width: usize| chunk * width * 2;
         let stage = |width, count| count * wide(width) + wide(SUM_COLUMNS as usize) + 2 * chunk * 4;
-        // Two chunks, and parts of a state.
-        let sum = |width, parts| 2 * stage(width, 2) + parts * wide(width);
+        // Two chunks, parts of a state, and where there is room the rows that leave.
+        let sum = |width, parts| {
+            let bytes = 2 * stage(width, 2) + parts * wide(width);
+            bytes + if bytes <= 104 << 10 { wide(SUM_COLUMNS as usize) } else { 0 }
+        };
+        // Without rows, three or four chunks with all slices.
+        let states = || {
+            let own =
+                (self.key_slices() - 1) * wide(SUM_COLUMNS as usize) + stage(self.shape.values, 1);
+            own * if own > (24 << 10) + 512 { 3 } else { 4 }
+        };
         match kernel {
             Kernel::Step
             | Kernel::Decays
             | Kernel::Heads
             | Kernel::Combine
             | Kernel::CombineGradients => 0,
-            Kernel::GroupStates | Kernel::GroupGradients => 4 * stage(self.shape.values, 1),
+            Kernel::GroupStates | Kernel::GroupGradients => states(),
             Kernel::Forward | Kernel::ForwardExact => sum(self.shape.keys, 1),
             Kernel::Backward | Kernel::BackwardExact => {
-                sum(self.shape.values.max(self.shape.keys), 2)
+                // Of a cluster, two chunks' rows of dq or dk in float32, with gaps, and two barriers.
+                let inbox = if self.cluster() > 1 { 2 * chunk * (64 + 8) * 4 + 16 } else { 0 };
+                (sum(self.shape.values, 2) + inbox).max(sum(self.shape.keys, 2))
             }
             Kernel::DecayGradients => self.shape.group * 4,
             Kernel::Prepare => key_bytes + 2 * chunk * (chunk + 4) * 4 + 3 * 16 * 20 * 4 + decays,
@@ -627,24 +659,26 @@ impl LinearAttention {
 
     /// CTAs of a kernel, for groups of `chunks`.
     fn ctas(&self, kernel: Kernel, chunks: usize, groups: usize) -> usize {
-        let Shape { sequences, key_heads, heads, keys, values, .. } = self.shape;
+        let Shape { sequences, key_heads, heads, values, .. } = self.shape;
         let head_groups = sequences * heads * groups;
-        let [key_slices, value_slices] = [keys, values].map(|all| all / SUM_COLUMNS as usize);
+        let (key_slices, value_slices) = (self.key_slices(), values / SUM_COLUMNS as usize);
         match kernel {
             Kernel::Decays => (sequences * heads * self.chunks()).div_ceil(THREADS as usize / 32),
             Kernel::Step => self.slices().div_ceil(STEP_THREADS as usize / 32),
             Kernel::Chain | Kernel::Reverse => self.slices(),
-            Kernel::GroupStates | Kernel::GroupGradients => head_groups * key_slices,
+            // The walk with rows has the last group's.
+            Kernel::GroupStates | Kernel::GroupGradients => head_groups - sequences * heads,
+            Kernel::DecayGradients => head_groups,
             Kernel::Forward => head_groups * value_slices,
             Kernel::Backward => head_groups * (2 * key_slices + value_slices),
             // They look for what there is to run.
             Kernel::ForwardExact => self.ctas(Kernel::Forward, chunks, groups).min(EXACT_CTAS),
             Kernel::BackwardExact => self.ctas(Kernel::Backward, chunks, groups).min(EXACT_CTAS),
-            Kernel::DecayGradients => head_groups,
             Kernel::Combine | Kernel::CombineGradients => {
                 (sequences * heads * self.state_elements()).div_ceil(4 * THREADS as usize)
             }
-            Kernel::Heads => sequences * key_heads * chunks * PARTS as usize,
+            Kernel::Heads if self.delta => sequences * key_heads * chunks * PARTS as usize,
+            Kernel::Heads => sequences * key_heads * chunks * groups * PARTS as usize,
             Kernel::Prepare | Kernel::Outputs | Kernel::Pull | Kernel::Gradients => {
                 sequences * heads * chunks
             }
@@ -673,7 +707,12 @@ impl LinearAttention {
             rows: 1,
             threads: self.threads(kernel),
             shared_bytes: needed as u32,
-            cluster: None,
+            cluster: match kernel {
+                Kernel::Backward | Kernel::BackwardExact if self.cluster() > 1 => {
+                    Some(self.cluster() as u32)
+                }
+                _ => None,
+            },
         };
         // SAFETY: passed on from this function's contract.
         unsafe {
@@ -706,6 +745,8 @@ mod tests {
         let call = LinearAttention::new(SHAPE, true, 1.0).unwrap();
         for (kernel, right) in [
             (Kernel::Backward, SUM_SHARED),
+            (Kernel::Forward, FORWARD_SHARED),
+            (Kernel::GroupStates, STATES_SHARED),
             (Kernel::Prepare, PREPARE_SHARED),
             (Kernel::Outputs, OUTPUTS_SHARED),
             (Kernel::Pull, PULL_SHARED),
@@ -715,6 +756,10 @@ mod tests {
         ] {
             assert_eq!(call.shared_bytes(kernel), right as usize, "{kernel:?}");
         }
+        let shape = Shape { heads: 24, keys: 64, values: 64, ..SHAPE };
+        let call = LinearAttention::new(shape, false, 1.0).unwrap();
+        assert_eq!(call.cluster(), 4);
+        assert_eq!(call.shared_bytes(Kernel::Backward), CLUSTER_SUM_SHARED as usize);
     }
 
     #[test]
