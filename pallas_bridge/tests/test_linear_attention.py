@@ -85,9 +85,11 @@ def draw(
     dtype: str = "float32",
     width: int = 16,
     columns: int = 24,
+    heads: int = 2,
+    shared: int = 2,
 ) -> Arrays:
-    """Arguments, with 2 heads of keys and 4 of values, and cotangents."""
-    batch, heads, shared = 2, 2, 2
+    """Arguments, with `shared` heads of values for each head of keys, and cotangents."""
+    batch = 2
     value_shape = (batch, tokens, heads * shared)
     k = rng.normal(size=(batch, tokens, heads, width))
     if rule == "delta":
@@ -258,6 +260,22 @@ def test_what_kernels_take(
     assert_close(found, right, OFF["bfloat16"])
     for name, (one, other) in sums.items():
         assert_close({name: one}, {name: other}, 2e-5)
+
+
+# On GPUs clusters of CTAs add up dq and dk of four heads: of all that share keys, or parts, of four
+# groups and of one.
+@pytest.mark.parametrize("shared", [8, 4])
+def test_many_heads_that_share_keys(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
+    monkeypatch.setattr(calls, "GROUP", 1)
+    monkeypatch.setattr(calls, "LEAST_CHUNKS", 1)
+    sizes = {"width": 128, "columns": 64, "heads": 8 // shared, "shared": shared}
+    arrays = draw(rng, "linear", 300, decay="slow", dtype="bfloat16", **sizes)
+    arrays["k"] = arrays["k"] / 8
+    found, right = found_by("linear", arrays), expected("linear", arrays)
+    assert_close({"dg": found.pop("dg")}, {"dg": right.pop("dg")}, 2e-5)
+    assert_close(found, right, OFF["bfloat16"])
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
