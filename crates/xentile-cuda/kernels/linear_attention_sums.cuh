@@ -434,7 +434,13 @@ struct CausalSum {
         publish();
       }
     }
-    return !__syncthreads_or(!is_finite(found));
+    const bool is_whole = !__syncthreads_or(!is_finite(found));
+    if constexpr (kAddsHeads) {
+      if (a.cluster > 1 && threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) ptx::mbarrier_invalidate(s.barrier(i));
+      }
+    }
+    return is_whole;
   }
 
   // Waits for a thread's copies of the next chunk, and has GEMMs find what it wrote. The fence waits for all of the thread's
