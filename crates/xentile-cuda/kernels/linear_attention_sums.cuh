@@ -496,7 +496,8 @@ struct CausalSum {
       for (int k = 0; k < kChunk / 16; ++k) {
         uint32_t v[4];
         // The transpose of 16 rows and the warp's 16 columns.
-        mma::load_matrices_transposed(v, value(c, kCtaSlices == 2 ? place.slice : 0).at(k * 16 + lane / 16 * 8 + lane % 8, row / 8 + lane / 8 % 2));
+        const Narrow values = value(c, kCtaSlices == 2 ? place.slice : 0);
+        mma::load_matrices_transposed(v, values.at(k * 16 + lane / 16 * 8 + lane % 8, row / 8 + lane / 8 % 2));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int from = k * 8 + half * 4 + lane % 4;
