@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from train.config import LAYER_LOOPS, PRESETS, REMATS, LayerLoop, Model
 from train.losses import loss_of
-from train.model import Kernels, Transformer, is_masked
+from train.model import Kernels, Transformer, is_masked, rotate, rotate_and_pack
 
 # Of shapes and dtypes that numpy's types lose.
 F64 = Any
@@ -135,6 +135,17 @@ def test_remat_and_loop_change_no_gradient(rng: np.random.Generator, kernel: Any
     for again in others:
         for one, other in zip(plain, again, strict=True):
             assert jnp.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_gradient_that_is_packed_has_the_bits_of_autodiff(rng: np.random.Generator) -> None:
+    x, dy = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.bfloat16) for _ in range(2))
+    tables = [jnp.asarray(rng.normal(size=(2, 5, 1, 4)), jnp.float32) for _ in range(2)]
+    results = []
+    for function in (rotate_and_pack, rotate):
+        y, vjp = jax.vjp(lambda x, function=function: function(x, *tables), x)
+        results.append([y, *vjp(dy)])
+    for found, right in zip(*results, strict=True):
+        assert jnp.array_equal(found, right)
 
 
 def test_no_label_that_counts_gives_zero() -> None:

@@ -62,6 +62,35 @@ def rotate(x: Array, cosines: Array, sines: Array) -> Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+@jax.custom_vjp
+def rotate_and_pack(x: Array, cosines: Array, sines: Array) -> Array:
+    """Returns what `rotate` does; of its gradient no half is an array of its own.
+
+    So XLA rotates it in the pass that packs those of queries, keys and values.
+    """
+    return rotate(x, cosines, sines)
+
+
+def _rotate_back(tables: tuple[Array, Array], dx: Array) -> tuple[Array, None, None]:
+    cosines, sines = tables
+    halves = dx.reshape(*dx.shape[:-1], 2, -1).astype(jnp.float32)
+    signed = jnp.stack([sines, -sines], axis=-2)
+    rotated = halves * cosines[..., None, :] + jnp.flip(halves, axis=-2) * signed
+    return rotated.astype(dx.dtype).reshape(dx.shape), None, None
+
+
+rotate_and_pack.defvjp(lambda x, *tables: (rotate(x, *tables), tables), _rotate_back)
+
+
+@jax.custom_vjp
+def held(x: Array) -> Array:
+    """Returns x, whose gradient XLA writes to memory once, where several instructions read it."""
+    return x
+
+
+held.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.optimization_barrier(dx),))
+
+
 def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, within: Array | None) -> Array:
     """Causal attention of q [B, T, N, H] to k and v [B, T, K, H].
 
@@ -112,6 +141,8 @@ class Kernels:
     # Whether sums of the residual stream are saved, from which `rms_norm_linear` and `gated_mlp`
     # compute normalised rows again.
     keeps_sums: bool = False
+    # Whether the backward pass has what multiplies the second matrix of an MLP in memory.
+    keeps_inner: bool = False
     # How rows and matrices of attention and feed-forward layers are multiplied.
     matmul: Matmul = "default"
     # How a block's matrices are sharded.
@@ -294,6 +325,8 @@ class Block(nnx.Module):
                 bias = self.gathered_heads(self.bias)
                 biases = self.by_kind(bias) if self.has_own_arrays else [bias]
                 qkv = [x + one.astype(x.dtype) for x, one in zip(qkv, biases, strict=True)]
+            if self.kernels.attention == "ours" and not self.has_own_arrays:
+                qkv = [*map(held, qkv)]
             qkv = qkv if self.has_own_arrays else self.by_kind(*qkv)
             q, k, v = (x.reshape(*x.shape[:2], -1, self.of.head_width) for x in qkv)
         q, k = self.rotated(q, k, tables)
@@ -318,8 +351,9 @@ class Block(nnx.Module):
                         tables=(tables[0][:, :, 0], tables[1][:, :, 0]),
                     )
             q, k = self.q_norm(q), self.k_norm(k)
+        turn = rotate_and_pack if self.kernels.attention == "ours" else rotate
         with jax.named_scope("position"):
-            return rotate(q, *tables), rotate(k, *tables)
+            return turn(q, *tables), turn(k, *tables)
 
     def feed_forward(self, branch: Array, stream: Array) -> tuple[Array, Array]:
         """SwiGLU (Shazeer, 2020, arXiv:2002.05202) of the normalised sum [B, T, D]; and the sum."""
@@ -342,7 +376,8 @@ class Block(nnx.Module):
         x, stream = norm.after(branch, stream)
         if is_ours and self.kernels.matmul == "default":
             with jax.named_scope("projections"):
-                y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down)
+                keep = "inner" if self.kernels.keeps_inner else "packed"
+                y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down, keep=keep)
                 return shards.scatter_sum(y), stream
         with jax.named_scope("projections"):
             packed = self.kernels.multiply(shards.gather_rows(x), up)
@@ -430,7 +465,7 @@ class Transformer(nnx.Module):
     ) -> None:
         """Begins with random numbers; `remat` is what the backward pass computes again."""
         is_kept = remat not in ("none", "full") and kernels.matmul == "default"
-        kernels = dataclasses.replace(kernels, keeps_sums=is_kept)
+        kernels = dataclasses.replace(kernels, keeps_sums=is_kept, keeps_inner=remat == "none")
         self.of, self.kernels, self.remat, self.loop = of, kernels, remat, loop
         self.embedding = nnx.Param(initializer()(rngs(), (of.vocab, of.width)))
         # As many times as the pattern is repeated.
@@ -489,7 +524,10 @@ class Transformer(nnx.Module):
 
         def prepare(path: Any, w: Array) -> Array:
             of_stream = any(getattr(key, "key", None) in ("norm1", "norm2") for key in path)
-            return shards.varying(w.astype(dtype) if w.ndim > 2 else w, of_stream=of_stream)
+            if w.ndim > 2:
+                w = w.astype(dtype)
+                w = held(w) if self.kernels.norm == "ours" else w
+            return shards.varying(w, of_stream=of_stream)
 
         parameters = jax.tree_util.tree_map_with_path(prepare, parameters)
         hybrid = self.of.hybrid
