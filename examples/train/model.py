@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -351,7 +351,7 @@ class Block(nnx.Module):
                         tables=(tables[0][:, :, 0], tables[1][:, :, 0]),
                     )
             q, k = self.q_norm(q), self.k_norm(k)
-        turn = rotate_and_pack if self.kernels.attention == "ours" else rotate
+        turn: Callable[..., Array] = rotate_and_pack if self.kernels.attention == "ours" else rotate
         with jax.named_scope("position"):
             return turn(q, *tables), turn(k, *tables)
 
@@ -376,7 +376,7 @@ class Block(nnx.Module):
         x, stream = norm.after(branch, stream)
         if is_ours and self.kernels.matmul == "default":
             with jax.named_scope("projections"):
-                keep = "inner" if self.kernels.keeps_inner else "packed"
+                keep: Literal["inner", "packed"] = "inner" if self.kernels.keeps_inner else "packed"
                 y = pallas_bridge.gated_mlp(shards.gather_rows(x), up, None, down, keep=keep)
                 return shards.scatter_sum(y), stream
         with jax.named_scope("projections"):
