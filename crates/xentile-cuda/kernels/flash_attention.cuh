@@ -543,6 +543,8 @@ struct NearZero {
     constexpr float kFew[3] = {0.9999992268341992f, -0.3331552301749503f, 0.12720917021217956f};
     constexpr float kMany[5] = {1.0f, -0.3332966765238683f, 0.13268237053307083f, -0.05027795412854776f,
                                 0.013105836540408575f};
+    // So that the compiler does not keep the terms in registers all along.
+    asm volatile("" : "+f"(factor));
     float power = factor;
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {
@@ -570,12 +572,16 @@ struct NearZero {
 
 // Turns a product q k into a logit in units of ln(2): softcapped if `is_bent`, then times `factor`.
 struct Bend {
+  static constexpr float kMostBound = 80;
   // With a softcap the argument of tanh is the product times `inner`; without one, that is the logit.
   float inner, factor;
   bool is_bent, has_cap;
+  // Whether exponentials of all logits, times a constant, are well within the range of bf16 and float32.
+  bool is_bounded;
 
   __device__ explicit Bend(const FlashAttentionArguments& a) {
     has_cap = a.softcap > 0;
+    is_bounded = has_cap && a.softcap * kLog2E <= kMostBound;
     is_bent = has_cap || !(a.scale > 0);
     inner = has_cap ? a.scale / a.softcap : a.scale * kLog2E;
     factor = has_cap ? a.softcap * kLog2E : is_bent ? 1.0f : inner;
@@ -642,20 +648,24 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
-// Calls `with` the shortest `NearZero` of kLeast or more terms that covers all products of a warp, as is usual for logits
+// Calls `with` the shortest `NearZero` that covers all products of a warp, as is usual for logits
 // well below the cap, or else `bend`.
-template <int kLeast, int kEights, class With>
+template <int kEights, class With>
 __device__ inline void bend_by_size(const Bend& bend, const float (&products)[kEights][4], const With& with) {
+  // Roots of sums of eight squares are no less than the largest product, and take fewer cycles than maxima. NaN is large.
   float most = 0;
 #pragma unroll
-  for (int j = 0; j < kEights; ++j) {
+  for (int j = 0; j < kEights; j += 2) {
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(products[j][i]));
+    for (int i = 0; i < 8; ++i) sum = fmaf(products[j + i / 4][i % 4], products[j + i / 4][i % 4], sum);
+    most = ptx::max_or_nan(most, sum);
   }
-  most *= fabsf(bend.inner);
-  if (kLeast == 3 && bend.has_cap && __all_sync(~0u, most <= NearZero<3>::kMost)) {
+  most *= bend.inner * bend.inner;
+  const auto is_within = [&](float limit) { return bend.has_cap && __all_sync(~0u, most <= limit * limit); };
+  if (is_within(NearZero<3>::kMost)) {
     with(NearZero<3>(bend.inner));
-  } else if (bend.has_cap && __all_sync(~0u, most <= NearZero<5>::kMost)) {
+  } else if (is_within(NearZero<5>::kMost)) {
     with(NearZero<5>(bend.inner));
   } else {
     with(bend);
@@ -676,7 +686,7 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
     }
     return;
   }
-  bend_by_size<3>(bend, products, [&](const auto& by) {
+  bend_by_size(bend, products, [&](const auto& by) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       by.bend(products[j][0], products[j][1]);
@@ -802,10 +812,10 @@ struct QueryBlock {
 
 // The factor of a row's sums, and its lse: from the four lanes' parts of the denominator, the largest product, and the
 // sink's logit in units of ln(2), or -inf.
-__device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
+__device__ inline float finish_row(float factor, float total, float largest, float sink, float& lse) {
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
-  const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
+  const float at = largest == -infinity() ? -infinity() : largest * factor;
   // A NaN sink makes the row NaN.
   const float most = sink > at || sink != sink ? sink : at;
   const float shift = most == -infinity() ? 0 : most;
@@ -955,7 +965,7 @@ struct Forward {
         const int2 range = block.shared.ranges[own];
         const bool is_empty = range.x >= range.y;
         float lse;
-        const float factor = finish_row(bend, total[strip][half], largest[strip][half], sink, lse);
+        const float factor = finish_row(bend.factor, total[strip][half], largest[strip][half], sink, lse);
         inverse[half] = is_empty ? 0 : factor;
         if (lane % 4 == 0 && own < block.left_from(0)) a.lse[block.row(own)] = lse;
         if (!is_empty) continue;

@@ -379,7 +379,7 @@ struct KeyGradients {
         if (!kMakesValues) release(empty_of_values(last.dout.stage), of);
       }
       if constexpr (kIsBent) {
-        bend_by_size<5>(bend, p, [&](const auto& bend) {
+        bend_by_size(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kRows / 8; ++j) {
             const float4 notes = about.notes[4 * j + of.lane % 4];
@@ -749,7 +749,7 @@ struct QueryGradients {
       settle<E>(of_values);
       release(empty_of_values(at.v.stage), of);
       if constexpr (kIsBent) {
-        bend_by_size<5>(bend, p, [&](const auto& bend) {
+        bend_by_size(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll

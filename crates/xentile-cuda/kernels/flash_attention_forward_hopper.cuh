@@ -270,13 +270,18 @@ struct Forward {
       return strip * kStrip + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
     }
 
+    // A softcap bounds logits, so that no running maximum is needed: -cap / 2 to its half take its place.
+    __device__ bool is_bounded() const {
+      return kIsBent && std::is_same_v<E, __nv_bfloat16> && bend.is_bounded;
+    }
+
     __device__ void begin(const Work& work) {
 #pragma unroll
       for (int j = 0; j < kValueColumns / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
       inner_low = 0, inner_high = INT32_MAX;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        largest[half] = -infinity(), total[half] = 0;
+        largest[half] = is_bounded() ? 0.5f : -infinity(), total[half] = 0;
         const int64_t query = work.first + own_row(half);
         ranges[half] = range_of(a, work.of_keys, query);
         inner_low = max(inner_low, ranges[half].x), inner_high = min(inner_high, ranges[half].y);
@@ -305,6 +310,10 @@ struct Forward {
       float shift[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (is_bounded()) {
+          shift[half] = largest[half] * bend.factor;
+          continue;
+        }
         float most = largest[half];
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j) {
@@ -408,12 +417,13 @@ struct Forward {
           release(shared.v_empty[of_values.stage]);
           of_values.next();
           pack();
+          note = next;
+          if (is_bounded()) continue;
 #pragma unroll
           for (int j = 0; j < kValueColumns / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[j][i] *= kept[i / 2];
           }
-          note = next;
         }
         const Values v = of.values(of_values.stage);
         ptx::mbarrier_wait(at(shared.v_full[of_values.stage]), of_values.parity);
@@ -440,7 +450,7 @@ struct Forward {
         const bool is_empty = ranges[half].x >= ranges[half].y;
         const int own = own_row(half);
         float lse;
-        inverse[half] = finish_row(bend, total[half], largest[half], sink, lse);
+        inverse[half] = finish_row(bend.factor, total[half], largest[half], sink, lse);
         if (lane % 4 == 0 && own < left) a.lse[work.head * a.queries + work.first + own] = lse;
         if (!is_empty) continue;
         inverse[half] = 0;
