@@ -255,8 +255,8 @@ struct Forward {
     float sums[kValueColumns / 8][4];
     float products[kKeys / 8][4];
     uint32_t p[kKeys / 16][4];
-    // Of rows lane / 4 and 8 behind it: the largest product, the thread's part of the sum, the keys that the
-    // query sees, and its segment.
+    // Of rows lane / 4 and 8 behind it: the largest product (a constant if `is_bounded`), the thread's part of the sum,
+    // the keys that the query sees, and its segment.
     float largest[2], total[2];
     int2 ranges[2];
     int32_t segments[2];
@@ -270,7 +270,7 @@ struct Forward {
       return strip * kStrip + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
     }
 
-    // A softcap bounds logits, so that no running maximum is needed: -cap / 2 to its half take its place.
+    // A softcap bounds logits, so that half of it may be subtracted where the running maximum would be.
     __device__ bool is_bounded() const {
       return kIsBent && std::is_same_v<E, __nv_bfloat16> && bend.is_bounded;
     }
