@@ -247,7 +247,7 @@ def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implement
     for of, more in (
         (None, {"scale": -0.7}),
         (None, {"softcap": 1.5}),
-        (sinks, {"scale": -0.7}),
+        (sinks, {"scale": -0.7, "softcap": 60.0}),
         (sinks, {"scale": 0.4, "softcap": 3.0}),
     ):
         found = run(*given, causal=True, sinks=of, implementation=implementation, **more)

@@ -572,16 +572,15 @@ struct NearZero {
 
 // Turns a product q k into a logit in units of ln(2): softcapped if `is_bent`, then times `factor`.
 struct Bend {
-  static constexpr float kMostBound = 80;
   // With a softcap the argument of tanh is the product times `inner`; without one, that is the logit.
   float inner, factor;
   bool is_bent, has_cap;
-  // Whether exponentials of all logits, times a constant, are well within the range of bf16 and float32.
+  // Whether exponentials of logits from -cap to cap, times that of -cap / 2, are within the range of bf16 and float32.
   bool is_bounded;
 
   __device__ explicit Bend(const FlashAttentionArguments& a) {
     has_cap = a.softcap > 0;
-    is_bounded = has_cap && a.softcap * kLog2E <= kMostBound;
+    is_bounded = has_cap && a.softcap * kLog2E <= 80;
     is_bent = has_cap || !(a.scale > 0);
     inner = has_cap ? a.scale / a.softcap : a.scale * kLog2E;
     factor = has_cap ? a.softcap * kLog2E : is_bent ? 1.0f : inner;
@@ -648,11 +647,11 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
-// Calls `with` the shortest `NearZero` that covers all products of a warp, as is usual for logits
-// well below the cap, or else `bend`.
+// Calls `with` the shortest `NearZero` that covers all products of a warp, as is usual for logits well below the cap;
+// else, or for NaN, `bend`.
 template <int kEights, class With>
 __device__ inline void bend_by_size(const Bend& bend, const float (&products)[kEights][4], const With& with) {
-  // Roots of sums of eight squares are no less than the largest product, and take fewer cycles than maxima. NaN is large.
+  // Roots of sums of eight squares are no less than the largest product, and take fewer cycles than maxima.
   float most = 0;
 #pragma unroll
   for (int j = 0; j < kEights; j += 2) {
@@ -812,10 +811,10 @@ struct QueryBlock {
 
 // The factor of a row's sums, and its lse: from the four lanes' parts of the denominator, the largest product, and the
 // sink's logit in units of ln(2), or -inf.
-__device__ inline float finish_row(float factor, float total, float largest, float sink, float& lse) {
+__device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
-  const float at = largest == -infinity() ? -infinity() : largest * factor;
+  const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
   // A NaN sink makes the row NaN.
   const float most = sink > at || sink != sink ? sink : at;
   const float shift = most == -infinity() ? 0 : most;
@@ -965,7 +964,7 @@ struct Forward {
         const int2 range = block.shared.ranges[own];
         const bool is_empty = range.x >= range.y;
         float lse;
-        const float factor = finish_row(bend.factor, total[strip][half], largest[strip][half], sink, lse);
+        const float factor = finish_row(bend, total[strip][half], largest[strip][half], sink, lse);
         inverse[half] = is_empty ? 0 : factor;
         if (lane % 4 == 0 && own < block.left_from(0)) a.lse[block.row(own)] = lse;
         if (!is_empty) continue;

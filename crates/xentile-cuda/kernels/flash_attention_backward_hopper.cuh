@@ -101,8 +101,8 @@ __device__ inline void clear_row(const Tile& tile, int row) {
 
 // From products of keys and queries, the left factors of dv and dk: probabilities, and cotangents of logits, or either.
 // `notes` have lse and delta of pairs of queries. `mask` has products that are not seen be -inf.
-template <class E, bool kIsBent, bool kIsWhole, bool kMakesKeys = true, bool kMakesValues = true, int kEights, int kOfValues,
-          int kLeft, int kDs, class Mask>
+template <class E, bool kIsBent, bool kIsWhole, bool kMakesKeys = true, bool kMakesValues = true, int kEights,
+          int kOfValues, int kLeft, int kDs, class Mask>
 __device__ inline void make_factors(const Bend& bend, float (&p)[kEights][4], float (&of_values)[kOfValues][4],
                                     const float4* notes, const Mask& mask, uint32_t (&left)[kLeft][4],
                                     uint32_t (&ds)[kDs][4]) {

@@ -450,7 +450,7 @@ struct Forward {
         const bool is_empty = ranges[half].x >= ranges[half].y;
         const int own = own_row(half);
         float lse;
-        inverse[half] = finish_row(bend.factor, total[half], largest[half], sink, lse);
+        inverse[half] = finish_row(bend, total[half], largest[half], sink, lse);
         if (lane % 4 == 0 && own < left) a.lse[work.head * a.queries + work.first + own] = lse;
         if (!is_empty) continue;
         inverse[half] = 0;
