@@ -86,7 +86,9 @@ def over_mesh(
 
     def mean_over_devices(hidden: Array, head: Array, labels: Array) -> Array:
         if sequence_axis is not None:
-            hidden = jax.lax.all_gather(hidden, sequence_axis, axis=1, tiled=True)
+            # As NCCL writes them: device by device.
+            hidden = jax.lax.all_gather(hidden, sequence_axis)
+            labels = jnp.moveaxis(labels.reshape(len(labels), len(hidden), -1), 1, 0)
         total, count = loss(hidden, head, labels), jnp.sum(labels != IGNORED)
         if over:
             total, count = jax.lax.psum(total, over), jax.lax.psum(count, over)

@@ -210,7 +210,8 @@ class Norm(nnx.Module):
         x, stream = self.after(branch, stream)
         with jax.named_scope("projections"):
             x = shards.gather_rows(x)
-            return [*(kernels.multiply(x, one.astype(x.dtype)) for one in matrices), stream]
+            products = (kernels.multiply(x, one.astype(x.dtype)) for one in matrices)
+            return [*map(shards.join_rows, products), stream]
 
 
 class GroupNorm(nnx.Module):
@@ -335,7 +336,7 @@ class Block(nnx.Module):
         with jax.named_scope("projections"):
             out = shards.whole_width(self.out[...].astype(mixed.dtype), 1)
             mixed = mixed.reshape(*mixed.shape[:2], -1)
-            return shards.scatter_sum(self.kernels.multiply(mixed, out))
+            return shards.scatter_sum(self.kernels.multiply(shards.split_rows(mixed), out))
 
     def rotated(self, q: Array, k: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
         """Queries and keys, normalised by head where the model does that, and rotated."""

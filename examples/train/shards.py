@@ -60,27 +60,36 @@ class Shards:
         return self.is_whole or self.by_sequence
 
     def gather_rows(self, x: Array) -> Array:
-        """Returns all tokens, [B, T, D], of a device's [B, T / n, D]."""
+        """Returns all tokens, [n, B, T / n, D], of a device's [B, T / n, D]."""
         if self.is_whole:
             return x
         rows: Array
         if self.by_sequence:
-            rows = jax.lax.all_gather(x, MODEL, axis=1, tiled=True)
+            rows = jax.lax.all_gather(x, MODEL)
         else:
             # Its gradient is summed over devices.
             rows = jax.lax.pcast(x, MODEL, to="varying")
         return rows
 
     def scatter_sum(self, x: Array) -> Array:
-        """Returns a device's tokens, [B, T / n, D], of the sum over devices of [B, T, D]."""
+        """Returns a device's tokens, [B, T / n, D], of the sum over devices of [n, B, T / n, D]."""
         if self.is_whole:
             return x
-        rows: Array
-        if self.by_sequence:
-            rows = jax.lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
-        else:
-            rows = jax.lax.psum(x, MODEL)
+        rows: Array = jax.lax.psum_scatter(x, MODEL) if self.by_sequence else jax.lax.psum(x, MODEL)
         return rows
+
+    def join_rows(self, x: Array) -> Array:
+        """Returns [B, T, ..] of what has rows as `gather_rows` gives them, [n, B, T / n, ..]."""
+        if self.axis is None:
+            return x
+        rows = jnp.moveaxis(x, 0, 1)
+        return rows.reshape(len(rows), -1, *rows.shape[3:])
+
+    def split_rows(self, x: Array) -> Array:
+        """Returns [n, B, T / n, ..], as `scatter_sum` takes rows, of [B, T, ..]."""
+        if self.axis is None:
+            return x
+        return jnp.moveaxis(x.reshape(len(x), self.count, -1, *x.shape[2:]), 1, 0)
 
     def whole_width(self, weight: Array, axis: int) -> Array:
         """Returns a weight with the whole hidden size, which `fsdp` shards."""
@@ -129,11 +138,12 @@ class Shards:
             return [x @ matrix.astype(x.dtype) for matrix in matrices]
         matrix = self.whole_width(jnp.concatenate(matrices, -1).astype(x.dtype), 0)
         ends = np.cumsum([one.shape[-1] for one in matrices])[:-1]
-        return jnp.split(self.gather_rows(x) @ matrix, ends, axis=-1)
+        return jnp.split(self.join_rows(self.gather_rows(x) @ matrix), ends, axis=-1)
 
     def project_back(self, x: Array, matrix: Array) -> Array:
         """Returns a device's rows of the sum of all devices' products with rows of a matrix."""
-        return self.scatter_sum(x @ self.whole_width(matrix.astype(x.dtype), 1))
+        rows = self.split_rows(x)
+        return self.scatter_sum(rows @ self.whole_width(matrix.astype(x.dtype), 1))
 
     def sum_of_head(self, x: Array, count: int) -> Array:
         """Returns the sum of x [.., 1] over the devices that share one of `count` heads."""
@@ -146,7 +156,7 @@ class Shards:
         if self.is_whole:
             return table[tokens].astype(dtype)
         table = self.whole_width(table, 1)
-        row = tokens - jax.lax.axis_index(MODEL) * len(table)
+        row = self.split_rows(tokens) - jax.lax.axis_index(MODEL) * len(table)
         is_here = (row >= 0) & (row < len(table))
         found = jnp.where(is_here[..., None], table[jnp.where(is_here, row, 0)], 0)
         return self.scatter_sum(found.astype(dtype))

@@ -17,7 +17,8 @@ def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def grad_rows(dy: jax.Array, matrix: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the gradient of x of `multiply`, for the cotangent dy of its result."""
-    return contract(dy, matrix, (dy.ndim - 1,), (1,), spec_of(jax.typeof(x)))
+    spec = [*spec_of(jax.typeof(dy))[:-1], spec_of(jax.typeof(x))[-1]]
+    return contract(dy, matrix, (dy.ndim - 1,), (1,), spec)
 
 
 def grad_matrix(x: jax.Array, dy: jax.Array, matrix: jax.Array) -> jax.Array:

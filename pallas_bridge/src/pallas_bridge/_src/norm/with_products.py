@@ -105,6 +105,7 @@ def rms_norm_linear(
     arrays = [weight, *terms]
     arrays += [one if one.dtype == x.dtype else one.astype(x.dtype) for one in found]
     results = norm_and_multiply(options, has_sum, names, *vary_alike(arrays))
+    results = *(join_rows(names, y) for y in results[: len(found)]), *results[len(found) :]
     return results if len(results) > 1 else results[0]
 
 
@@ -119,19 +120,30 @@ def check_rows(names: Names, x: jax.Array) -> None:
 
 
 def gather_rows(names: Names, x: jax.Array) -> jax.Array:
-    """Returns x [.., T, D] of all devices along mesh axes, of a device's [.., T / n, D]."""
+    """Returns x [n, .., T / n, D] of n devices along mesh axes, of a device's [.., T / n, D].
+
+    NCCL writes these device by device; in the order of T XLA would transpose what is sent.
+    """
     if not names:
         return x
-    rows: jax.Array = jax.lax.all_gather(x, names, axis=x.ndim - 2, tiled=True)
+    rows: jax.Array = jax.lax.all_gather(x, names)
     return rows
 
 
 def scatter_rows(names: Names, x: jax.Array) -> jax.Array:
-    """Returns a device's rows [.., T / n, D] of the sum of x [.., T, D] over devices."""
+    """Returns a device's rows [.., T / n, D] of the sum of x [n, .., T / n, D] over devices."""
     if not names:
         return x
-    rows: jax.Array = jax.lax.psum_scatter(x, names, scatter_dimension=x.ndim - 2, tiled=True)
+    rows: jax.Array = jax.lax.psum_scatter(x, names)
     return rows
+
+
+def join_rows(names: Names, x: jax.Array) -> jax.Array:
+    """Returns x [.., T, D] in the order of T, of what `gather_rows` gives."""
+    if not names:
+        return x
+    rows = jnp.moveaxis(x, 0, -3)
+    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
 
 
 def _forward(
@@ -155,7 +167,7 @@ def norm_and_multiply(
 ) -> tuple[jax.Array, ...]:
     """Returns the products, then the sum; arrays are weight, x, a residual if any, matrices.
 
-    Mesh axes `over` shard rows, the second last axis of x.
+    Mesh axes `over` shard rows, the second last axis of x; products have rows as `gather_rows` has.
     """
     products, total, _ = _forward(options, has_sum, over, *arrays)
     return (*products, total) if has_sum else tuple(products)
