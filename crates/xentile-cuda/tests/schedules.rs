@@ -236,21 +236,27 @@ impl<E: Element> Problem<E> {
     /// Runs `pass` as `linear` has it, in no more memory than it asks for, and compares. A fused one
     /// runs once more with what is said of the distribution.
     fn check(&self, linear: &Linear, pass: Pass) {
-        self.check_one(linear, pass, false);
+        self.check_one(linear, pass, false, 0);
+        if pass == Pass::Fused && linear.leaves_hidden {
+            // Room for float32 sums of dhidden.
+            let sums = 4 * linear.tokens * linear.width;
+            self.check_one(linear, pass, false, sums.next_multiple_of(256) + 256);
+        }
         if pass == Pass::Fused && !linear.adds_to_weight {
             // A part of each row, and a row's logits where no product says anything.
             let more = (12 * linear.tokens + 8 * linear.vocab).next_multiple_of(256) + 4096;
             let workspace_bytes = linear.workspace_bytes + more;
             let leaves_hidden = false;
-            self.check_one(&Linear { workspace_bytes, leaves_hidden, ..*linear }, pass, true);
+            self.check_one(&Linear { workspace_bytes, leaves_hidden, ..*linear }, pass, true, 0);
         }
     }
 
-    fn check_one(&self, linear: &Linear, pass: Pass, has_distribution: bool) {
+    /// With `room` bytes of scratch more than needed.
+    fn check_one(&self, linear: &Linear, pass: Pass, has_distribution: bool, room: usize) {
         let (options, has_bias) = (self.options, self.bias.is_some());
         println!("{linear:?} {pass:?} {options:?} bias {has_bias} says more {has_distribution}");
         let tokens = linear.tokens;
-        let mut scratch = Memory::new(linear.scratch_bytes(pass));
+        let mut scratch = Memory::new(linear.scratch_bytes(pass) + room);
         let [mut of_hidden, mut of_weight] = [
             (linear.hidden_gradient, self.hidden.len()),
             (linear.weight_gradient, self.weight.len()),

@@ -99,6 +99,27 @@ impl Sum {
     /// device, where nothing else touches them until it has run what was launched here;
     /// [`is_for`](Self::is_for) that.
     pub(crate) unsafe fn run(&self, stream: RawStream, there: There) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(stream, there, Ready::launch_product) }
+    }
+
+    /// As [`run`](Self::run), where a collective takes multiprocessors meanwhile.
+    ///
+    /// # Safety
+    /// As for [`run`](Self::run).
+    pub(crate) unsafe fn run_tiles(&self, stream: RawStream, there: There) -> Result<()> {
+        // SAFETY: passed on from this function's contract.
+        unsafe { self.launch(stream, there, Ready::launch_tiles) }
+    }
+
+    /// # Safety
+    /// As for [`run`](Self::run).
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        there: There,
+        launch: unsafe fn(&Ready, RawStream, &Arguments) -> Result<()>,
+    ) -> Result<()> {
         let product = self.product();
         let FusedProduct { tokens, width, vocab, dtype, options, .. } = product;
         if tokens * width * vocab == 0 {
@@ -145,8 +166,8 @@ impl Sum {
         };
         // SAFETY: passed on from this function's contract.
         unsafe {
-            Ready::get(epilogue, dtype, Variant::Basic, factors, stream)?
-                .launch_product(stream, &arguments)
+            let ready = Ready::get(epilogue, dtype, Variant::Basic, factors, stream)?;
+            launch(&ready, stream, &arguments)
         }
     }
 }

@@ -23,6 +23,9 @@ use crate::{Device, Error, Result, check_alignment};
 
 /// The share of the scratch that is a workspace of GEMMs where the scratch holds logits of whole rows.
 const PRODUCTS_SHARE: usize = 8;
+/// The GEMMs that dhidden is summed by beside a collective: tiles of one GEMM are so long that those
+/// which found no multiprocessor would end two turns late.
+const HIDDEN_PARTS: usize = 4;
 
 /// A sweep over chunks of logits.
 pub(super) struct Run<'a> {
@@ -36,7 +39,7 @@ pub(super) struct Run<'a> {
     labels: Labels,
     /// Null for none.
     bias: *const f32,
-    scratch: *mut c_void,
+    scratch: Scratch,
     layout: Layout,
     /// Whether GEMMs have a cross-entropy epilogue.
     has_fused_product: bool,
@@ -92,7 +95,7 @@ impl<'a> Run<'a> {
             weight: Matrix::new(operands.weight.cast_mut(), dtype, rows, columns),
             labels: operands.labels,
             bias: operands.bias,
-            scratch: scratch.at,
+            scratch,
             layout,
             has_fused_product,
             distribution: None,
@@ -111,7 +114,7 @@ impl<'a> Run<'a> {
     }
 
     fn at(&self, offset: usize) -> *mut c_void {
-        self.scratch.wrapping_byte_add(offset)
+        self.scratch.at.wrapping_byte_add(offset)
     }
 
     /// The block of logits in the scratch.
@@ -442,17 +445,36 @@ impl<'a> Run<'a> {
             && self.multiplies_unnormalised(all)?)
     }
 
-    /// Makes dhidden from the unnormalised softmax of all tokens and columns.
+    /// Makes dhidden from the unnormalised softmax of all tokens and columns: by several GEMMs that
+    /// add up where the scratch has room for float32 sums past its layout, by one elsewhere.
     ///
     /// # Safety
     /// As for [`Linear::forward`]; [`leaves_hidden`](Self::leaves_hidden).
     pub(super) unsafe fn times_weight(&self, dhidden: *mut c_void) -> Result<()> {
         let tokens = Chunk { first: 0, count: self.linear.tokens };
-        let block = self.block(tokens, Chunk { first: 0, count: self.linear.vocab });
-        let from = (block.place(), self.at(self.layout.token_scalars));
+        let columns = Chunk { first: 0, count: self.linear.vocab };
+        let block = self.block(tokens, columns);
+        let token_scalars = self.at(self.layout.token_scalars);
         let (product, _) = self.fused_product(tokens);
+        let first = self.layout.bytes.next_multiple_of(ALIGNMENT);
+        if first + self.hidden_sums_bytes(tokens) > self.scratch.bytes {
+            let from = (block.place(), token_scalars);
+            // SAFETY: passed on from this function's contract.
+            return unsafe { product.times_weight(self.stream, self.weight.at, from, dhidden) };
+        }
+        let out = Matrix::new(self.at(first), DType::F32, tokens.count, self.linear.width);
+        let mut there = There::Nothing;
+        let part = columns.count.div_ceil(HIDDEN_PARTS).next_multiple_of(ALIGNMENT);
+        for columns in columns.chunks(part) {
+            let left = self.matrix(&block).columns(columns.first, columns.count).plain();
+            let sum = Sum { out, left, right: self.weight_of_hidden(columns) };
+            // SAFETY: passed on from this function's contract.
+            unsafe { sum.run_tiles(self.stream, there) }?;
+            there = There::All;
+        }
+        let from = (out.at.cast_const().cast(), self.weight.at.cast_const());
         // SAFETY: passed on from this function's contract.
-        unsafe { product.times_weight(self.stream, self.weight.at, from, dhidden) }
+        unsafe { product.scale_sums(self.stream, from, token_scalars, dhidden) }
     }
 
     /// Bytes of float32 sums of some tokens' dhidden.

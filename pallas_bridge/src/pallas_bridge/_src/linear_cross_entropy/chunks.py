@@ -19,9 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..chunk_loops import for_each_chunk, is_one_chunk, pad_tokens, put_rows, slice_rows, zeros
+from ..chunk_loops import (
+    empty,
+    for_each_chunk,
+    is_one_chunk,
+    pad_tokens,
+    put_rows,
+    slice_rows,
+    zeros,
+)
 from ..cross_entropy import calls as kernels
-from ..cross_entropy import reference
 from ..cross_entropy.reference import gradient_scalars, masked_tokens, outputs_of_sums
 from ..logits_gemms import FLOAT32, Bias, Gemms, Gradients, Operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
@@ -100,10 +107,11 @@ class TokenChunks:
             traced, shapes = jax.make_jaxpr(
                 lambda: run_chunk(0, 0 if total == 0 else self.tokens)[0], return_shape=True
             )()
-            flat = tuple(zeros(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals)
+            flat = tuple(empty(one, (total, *one.shape[1:]), one.dtype) for one in traced.out_avals)
             if masked is not None:
                 # dhidden, and sums in f32 of dweight and dbias.
-                sums = zeros(hidden, dtype=hidden.dtype), *jax.tree.map(zeros, (weight, bias))
+                dhidden = empty(hidden, hidden.shape, hidden.dtype)
+                sums = dhidden, *jax.tree.map(zeros, (weight, bias))
             flat, sums = for_each_chunk(total, self.tokens, body, (flat, sums))
             results = jax.tree.unflatten(jax.tree.structure(shapes), flat)
         if sums is not None:
@@ -135,10 +143,7 @@ class TokenChunks:
 
         def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array, c: jax.Array | None) -> Any:
             if not loss.exchange.is_whole:
-                # Cotangents of a shard's outputs take what devices exchange.
-                (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
-                dlogits = kernels.backward_tokens(loss, z, y, None, saved, (g, None, None))
-                return (losses, *saved[:3]), dlogits
+                return self._run_shard(z, y, g)
             picked = []
             if c is not None:
                 # Read before dlogits take the place of logits.
@@ -154,26 +159,33 @@ class TokenChunks:
         found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
 
-    def _fused_keeping_dlogits(self, operands: Operands, factors: jax.Array) -> Any:
-        """Returns what `fused` does of a shard, by one GEMM for each gradient.
+    def _run_shard(self, z: jax.Array, y: jax.Array, g: jax.Array) -> tuple[Any, jax.Array]:
+        """Returns what `fused` does of a chunk's tokens in a shard, and dlogits.
 
-        XLA rounds dlogits of a chunk, as an operand, in the pass that makes them of logits.
+        XLA rounds dlogits, as an operand, in the pass that makes them of logits.
         """
-        loss, (hidden, weight, _, labels) = self.loss, operands
-        options, exchange = loss.options, loss.exchange
+        options, exchange, vocab = self.loss.options, self.loss.exchange, z.shape[-1]
+        (losses, *_), saved = kernels.forward_tokens(self.loss, z, y, None)
+        lse, lse_low, is_empty, *_ = saved
+        own, none = shard_labels(options, exchange, y, vocab), jnp.zeros_like(g)
+        given = shard_cotangents(options, exchange, own, lse, is_empty, (g, none, none))
         own_options = shard_options(options, exchange)
+        scalars = gradient_scalars(own_options, vocab, own.given, (lse, lse_low), given)
+        is_label = _is_label(own.given, 0, vocab)
+        dlogits = _make_dlogits(own_options, own_options.mapped(z), is_label, lse, *scalars)
+        return (losses, lse, lse_low, is_empty), dlogits
+
+    def _fused_keeping_dlogits(self, operands: Operands, factors: jax.Array) -> Any:
+        """Returns what `fused` does of a shard, by one GEMM for each gradient."""
+        hidden, weight, _, labels = operands
         w = weight.astype(operand_dtype(hidden, weight))
 
         def run_chunk(z: jax.Array, y: jax.Array, g: jax.Array) -> Any:
-            (losses, *_), saved = kernels.forward_tokens(loss, z, y, None)
-            lse, lse_low, is_empty, *_ = saved
-            own, none = shard_labels(options, exchange, y, z.shape[-1]), jnp.zeros_like(g)
-            given = shard_cotangents(options, exchange, own, lse, is_empty, (g, none, none))
-            (dlogits,) = reference.backward(own_options, z, own.given, lse, lse_low, *given)
-            return losses, lse, lse_low, is_empty, dlogits.astype(w.dtype)
+            outputs, dlogits = self._run_shard(z, y, g)
+            return *outputs, dlogits.astype(w.dtype)
 
         (*found, dlogits), _ = self.map_logits(run_chunk, operands, labels, factors)
-        masked = masked_tokens(options, labels, factors)
+        masked = masked_tokens(self.loss.options, labels, factors)
         dhidden = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, hidden.dtype))
         x = zero_rows(masked, hidden).astype(w.dtype)
         return *found, (dhidden, self.gemms.grad_weight(dlogits, x, weight.dtype), None)
@@ -259,18 +271,11 @@ class ColumnChunks:
         def make_dlogits(first: Any, count: int, start: Any, width: int) -> Any:
             """Returns dlogits of a tile, its hidden states, and the columns of the weight."""
             x, *rows = slice_rows(first, count, hidden, *per_token)
-            y, lse, p_factor, at_label, even, active = rows
+            y, *_, active = rows
             x = zero_rows(~active, x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
-            z = self._logits(x, columns, bias, start)
-            dz = p_factor[:, None] * jnp.exp(z - lse[:, None])
-            dz += jnp.where(_is_label(y, start, width), at_label[:, None], 0)
-            dz -= even[:, None]
-            if self.options.softcap is not None or self.options.temperature != 1:
-                dz *= self.options.slope(z)
-            # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
-            dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
-            return jnp.where(active[:, None], dz, 0), x, columns
+            z, is_label = self._logits(x, columns, bias, start), _is_label(y, start, width)
+            return _make_dlogits(self.options, z, is_label, *rows[1:]), x, columns
 
         def for_weight(start: Any, width: int, carry: Any) -> Any:
             """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""
@@ -312,6 +317,21 @@ class ColumnChunks:
         width = columns.shape[self.gemms.vocab_axis]
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
+
+
+def _make_dlogits(
+    options: Options, z: jax.Array, is_label: jax.Array, lse: jax.Array, *scalars: jax.Array
+) -> jax.Array:
+    """Returns dlogits in f32 by `gradient_scalars`; z are logits after softcap and temperature."""
+    p_factor, at_label, even, active = scalars
+    dz = p_factor[:, None] * jnp.exp(z - lse[:, None]) + jnp.where(is_label, at_label[:, None], 0)
+    if options.label_smoothing:
+        dz -= even[:, None]
+    if options.softcap is not None or options.temperature != 1:
+        dz *= options.slope(z)
+    # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
+    dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
+    return jnp.where(active[:, None], dz, 0)
 
 
 def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:

@@ -45,6 +45,8 @@ OUTPUT_COUNTS = {"forward": 4, "backward": 0, "fused": 3}
 TARGET = "xentile_linear_cross_entropy"
 # The outputs of each token that targets return, in this order.
 OUTPUTS = ("loss", "logps", "lse", "lse_low", "entropy", "argmax")
+# What begins in the library's scratch begins at a multiple of so many bytes.
+ALIGNMENT = 256
 # Hidden columns from which on a GPU takes longer for logits again than for passes over logits in
 # f32: where dlogits of all tokens are saved, and where chunks add to sums of dweight. Estimates, of
 # prototypes' times with 4096 columns on two H200s.
@@ -307,6 +309,10 @@ def call_library(
         return run_two_passes(forward, backward, operands, *others)
     tiling, scratch_bytes = library_plan.plan_call(platform, name, vocab_axis, plan, operands)
     hidden, weight, bias, labels = operands
+    if more.get("leaves_hidden"):
+        # Room for sums in f32 of dhidden, whose tiles are short then.
+        with_sums = -(-scratch_bytes // ALIGNMENT) * ALIGNMENT + 4 * hidden.size
+        scratch_bytes = with_sums if with_sums <= plan.max_scratch_bytes else scratch_bytes
     target, is_backward = declared(f"{TARGET}_{name}"), name in ("backward", "resume")
     every_token = None if is_backward else options.every_token
     values = {**dict(attributes(options, every_token)), **tiling, **more}
