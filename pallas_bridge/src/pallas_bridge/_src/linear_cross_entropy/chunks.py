@@ -187,7 +187,9 @@ class TokenChunks:
         (*found, dlogits), _ = self.map_logits(run_chunk, operands, labels, factors)
         masked = masked_tokens(self.loss.options, labels, factors)
         dhidden = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, hidden.dtype))
-        x = zero_rows(masked, hidden).astype(w.dtype)
+        # Devices begin to sum dhidden before the other GEMM takes all multiprocessors.
+        x, dhidden = jax.lax.optimization_barrier((hidden, dhidden))
+        x = zero_rows(masked, x).astype(w.dtype)
         return *found, (dhidden, self.gemms.grad_weight(dlogits, x, weight.dtype), None)
 
     def backward(

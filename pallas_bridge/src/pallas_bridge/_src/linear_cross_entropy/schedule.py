@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import get_abstract_mesh
 
 from .. import library, meshes, pallas
 from ..bound import Bound
@@ -185,12 +186,18 @@ class Schedule:
     def _leaves_hidden(self, name: PassName, operands: Operands) -> bool:
         """Whether a CUDA call of its own makes dhidden, while devices sum dweight."""
         (tokens, _), plan = operands.hidden.shape, self.cuda
-        vocab = operands.weight.shape[self.planner.gemms.vocab_axis]
-        is_split = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        vocab, mesh = operands.weight.shape[self.planner.gemms.vocab_axis], get_abstract_mesh()
+        is_split = any(mesh.shape[name] > 1 for name in mesh.manual_axes)
         is_whole = plan is not None and plan.tokens >= tokens and plan.columns >= vocab
         dtypes = {operands.hidden.dtype, operands.weight.dtype}
         is_called = name == "fused" and dtypes == {jnp.dtype(jnp.bfloat16)}
         return is_split and is_whole and is_called and has_cuda_call("hidden")
+
+    def _room_for_sums(self, hidden: jax.Array) -> int:
+        """Returns bytes for sums of dhidden by short tiles; 0 where the budget has none."""
+        limit, room = self.planner.max_scratch_bytes, 4 * hidden.size + ALIGNMENT
+        assert self.cuda is not None
+        return room if limit is None or self.cuda.scratch_bytes + room <= limit else 0
 
     def _call(self, platform: str, name: str) -> Bound:
         plan = self.cuda if platform == "cuda" else self.cpu
@@ -231,7 +238,7 @@ class Schedule:
         if self.cuda is not None and has_cuda_call():
             call = self._call("cuda", name)
             if self._leaves_hidden(name, arrays[0]):
-                call = Bound(_call_leaving_hidden, call)
+                call = Bound(_call_leaving_hidden, call, self._room_for_sums(arrays[0].hidden))
             calls["cuda"] = Bound(bind_call, call, default)
         if self.cpu is not None and has_cpu_calls():
             calls["cpu"] = Bound(bind_call, self._call("cpu", name), default)
@@ -251,8 +258,8 @@ def _backward_with_nothing(schedule: Schedule, *arrays: Any) -> Any:
     return schedule.run("backward", *arrays[:-1])
 
 
-def _call_leaving_hidden(call: Callable[..., Any], *arrays: Any) -> Any:
-    return call(*arrays, leaves_hidden=True)
+def _call_leaving_hidden(call: Callable[..., Any], room: int, *arrays: Any) -> Any:
+    return call(*arrays, leaves_hidden=True, room=room)
 
 
 def _fused_adding(schedule: Schedule, operands: Operands, factors: Any, sums: jax.Array) -> Any:
@@ -295,12 +302,13 @@ def call_library(
     plan: Plan,
     operands: Operands,
     *others: Any,
+    room: int = 0,
     **more: bool,
 ) -> Any:
     """Returns what the library's call `name` gives, which makes a pass of all chunks.
 
-    `more` are attributes of its own. Both matrices go in the dtype of GEMMs, and each gradient has
-    that of its array.
+    `more` are attributes of its own, `room` bytes of scratch beyond the plan's. Both matrices go in
+    the dtype of GEMMs, and each gradient has that of its array.
     """
     if platform == "cuda" and name == "fused" and plan.products >= 4:
         fixed = options, vocab_axis, plan
@@ -309,10 +317,6 @@ def call_library(
         return run_two_passes(forward, backward, operands, *others)
     tiling, scratch_bytes = library_plan.plan_call(platform, name, vocab_axis, plan, operands)
     hidden, weight, bias, labels = operands
-    if more.get("leaves_hidden"):
-        # Room for sums in f32 of dhidden, whose tiles are short then.
-        with_sums = -(-scratch_bytes // ALIGNMENT) * ALIGNMENT + 4 * hidden.size
-        scratch_bytes = with_sums if with_sums <= plan.max_scratch_bytes else scratch_bytes
     target, is_backward = declared(f"{TARGET}_{name}"), name in ("backward", "resume")
     every_token = None if is_backward else options.every_token
     values = {**dict(attributes(options, every_token)), **tiling, **more}
@@ -320,7 +324,7 @@ def call_library(
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     flat = [*as_gemm_operands(hidden, weight), labels, *jax.tree.leaves(others), *biases]
     vocab = weight.shape[vocab_axis]
-    extents = {"N": len(labels), "D": hidden.shape[1], "V": vocab, "B": scratch_bytes}
+    extents = {"N": len(labels), "D": hidden.shape[1], "V": vocab, "B": scratch_bytes + room}
     results = target.shapes(values, extents, {"hidden": hidden, "weight": weight}, {"bias": bias})
     aliases = target.aliases(always=False) or None
     call = jax.ffi.ffi_call(target.name, [*results.values()], input_output_aliases=aliases)
