@@ -761,6 +761,8 @@ def test_plans_for_gpus_make_no_logits_again_that_they_have_room_for() -> None:
         ({"temperature": 1.5, "softcap": 30.0, "return_lse": True}, ["fused"]),
         ({"temperature": 0.7, "reduction": "none"}, ["forward", "backward"]),
         ({"axis": "data"}, ["fused", "hidden"]),
+        # Sums of dhidden do not fit.
+        ({"axis": "data", "max_scratch_bytes": 42_000_000}, ["fused", "hidden"]),
     ],
 )
 def test_programs_for_gpus_are_calls_of_the_library(
@@ -780,7 +782,7 @@ def test_programs_for_gpus_are_calls_of_the_library(
         return (found[0] if options.get("return_lse") else found).sum()
 
     if over is not None:
-        tokens, mesh = P(over), jax.sharding.Mesh(np.array(jax.devices()[:1]), (over,))
+        tokens, mesh = P(over), jax.sharding.AbstractMesh((2,), (over,))
         specs = tokens, P(), P(), tokens
         f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     of = (0, 1) if b is None else (0, 1, 2)
@@ -792,6 +794,12 @@ def test_programs_for_gpus_are_calls_of_the_library(
     temperatures = [float(one) for one in re.findall(r"temperature = (\S+) : f64", text)]
     wanted = options.get("temperature")
     assert temperatures == ([] if wanted is None else [wanted] * len(passes))
+    if over is not None:
+        limit = options.get("max_scratch_bytes")
+        own = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+        plan = explain(own, w, max_scratch_bytes=limit, platform="cuda")
+        room = 4 * 1024 * 256 + 256 if limit is None else 0
+        assert f"tensor<{plan.scratch_bytes + room}xui8>" in text
 
 
 def test_what_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
