@@ -22,6 +22,7 @@
 #
 #     meshes        the tests of pallas_bridge that need several devices, by JOBS processes (8)
 #     scaling       losses and training steps on N GPUs beside one, and the time in collectives
+#     faults        jobs of two processes, of which one fails: they end within a minute and name it
 #
 # Sections run one after another. A section ends after SECTION_SECONDS (240). The log names no folder of the machine; what sections
 # write besides it goes to --out. XENTILE_COMMIT tells the commit, where there is no git. The summary
@@ -58,7 +59,7 @@ while (($#)); do
 done
 [[ $devices =~ ^[1-9][0-9]*$ ]] || refuse "--devices is $devices: give a whole number"
 if ((devices > 1)); then
-    all=(meshes scaling)
+    all=(meshes scaling faults)
     found=$(nvidia-smi --list-gpus | wc -l)
     ((found >= devices)) || refuse "--devices is $devices, and this machine has $found GPUs"
 fi
@@ -165,6 +166,12 @@ in_processes() {
 section_scaling() {
     check scaling timeout -k 5 "$limit" "$python" benches/peers/devices.py --devices "$devices" \
         --json "$out/devices.json"
+    finish_checks
+}
+
+section_faults() {
+    PYTHONPATH=$PWD/examples:$PYTHONPATH check faults timeout -k 5 "$limit" "$python" -m processes \
+        --json "$out/faults.json"
     finish_checks
 }
 
