@@ -224,7 +224,8 @@ impl Linear {
     }
 
     /// Has `stream` write `gradient`, of hidden, from what [`fused`](Self::fused) of the same problem with
-    /// `leaves_hidden` left in `scratch`; nothing where that pass has written it.
+    /// `leaves_hidden` left in `scratch`; nothing where that pass has written it. Where that scratch has 4 N D
+    /// bytes more, rounded up to a multiple of 256, they hold float32 sums, and tiles are shorter.
     ///
     /// # Errors
     /// As those of [`forward`](Self::forward).
