@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -119,6 +120,7 @@ def is_large_hopper(device: Any) -> bool:
     return is_hopper(device) and int(getattr(device, "core_count", CTAS)) >= CTAS
 
 
+@cache
 def packed_shape(config: DecoderConfig) -> tuple[int, int]:
     """Returns the shape of packed weights."""
     config = filled_up(config)

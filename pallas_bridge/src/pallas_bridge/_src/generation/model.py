@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from ..activation.api import swiglu
 from ..arrays import match_rank
-from ..checks import as_array, is_traced
+from ..checks import as_operand, is_traced
 from ..flash_attention.api import flash_attention
 from ..flash_attention.paged import paged_attention
 from ..keywords import hinted
@@ -343,7 +343,7 @@ def _is_token(tokens: Array, config: DecoderConfig) -> Array:
     return (tokens >= 0) & (tokens < config.vocab_size)
 
 
-def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Array:
+def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Any:
     """Returns token ids in int32, with so many axes.
 
     Raises:
@@ -359,16 +359,15 @@ def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Ar
 
 def check_integers(
     name: str, value: Any, shape: tuple[int, ...], least: int, most: int, last: str
-) -> Array:
-    """Returns integers in int32; those on the host are held to their range, without a transfer."""
-    array = as_array(name, value, f"of integers, of shape {shape}")
+) -> Any:
+    """Returns integers in int32; those on the host are held to their range, and stay there."""
+    array = as_operand(name, value, f"of integers, of shape {shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
-    if not isinstance(value, jax.Array):
-        host = np.asarray(value)
-        wrong = host[(host < least) | (host > most)]
+    if not isinstance(array, jax.Array):
+        wrong = array[(array < least) | (array > most)]
         if wrong.size:
             raise ValueError(f"{name} has {wrong[0]}; it must be {least} to {most}, {last}")
     # Where it changes nothing but how the dtype promotes, `astype` starts a program of its own.

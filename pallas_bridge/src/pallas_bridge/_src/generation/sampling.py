@@ -1,13 +1,14 @@
 """The next token of each sequence from its logits."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_number, is_traced
+from ..checks import as_array, as_operand, check_number, is_traced
 from ..keywords import hinted
 from . import sampling_kernel
 
@@ -66,11 +67,22 @@ def sample(
     if logits.ndim != 2:
         raise ValueError(f"logits has shape {logits.shape}; it must be [B, V]")
     options = check_sampling(temperature, top_k, top_p, min_p)
-    seeds = as_array("seeds", seeds, "of integers, [B]")
-    steps = jnp.broadcast_to(as_array("steps", steps, "of integers, [B]"), seeds.shape)
+    seeds = as_operand("seeds", seeds, "of integers, [B]")
+    steps = as_operand("steps", steps, "of integers, [B] or []")
     if seeds.shape != logits.shape[:1]:
         raise ValueError(f"seeds has shape {seeds.shape}; it must be {logits.shape[:1]}")
+    if steps.shape not in ((), seeds.shape):
+        raise ValueError(f"steps has shape {steps.shape}; it must be {seeds.shape} or ()")
     has_kernel = sampling_kernel.is_usable([logits], logits.shape[1])
+    found: tuple[Array, Array] = _sample(logits, seeds, steps, options, has_kernel)
+    return found
+
+
+@partial(jax.jit, static_argnums=4)
+def _sample(
+    logits: Array, seeds: Array, steps: Array, options: Sampling, has_kernel: bool
+) -> tuple[Array, Array]:
+    steps = jnp.broadcast_to(steps, seeds.shape)
     return make_sampler(seeds, options, has_kernel)(logits, steps)
 
 
