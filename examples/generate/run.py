@@ -87,6 +87,9 @@ def run(options: Namespace) -> generation.Generated:
 
 
 def _run(options: Namespace) -> generation.Generated:
+    for name in ("top_k", "top_p", "min_p"):
+        if getattr(options, name) is not None and not options.temperature:
+            raise InputError(f"--{name} needs a temperature; add one, such as --temperature 1")
     tokenizer, stops = None, []
     if options.model is not None:
         tokenizer, stops = read_tokenizer(options.model), stop_tokens(options.model)

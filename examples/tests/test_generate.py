@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "."]
+RANDOM = ["--random", "test", "--prompt_tokens", "3"]
 SPEED = r"\d+ tokens, [\d.]+ tokens/s, first token after \d+ ms, compiled in .* GiB"
 
 
@@ -78,13 +79,12 @@ def test_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
         (["--random", "test", "--prompt_tokens", "0"], "--prompt_tokens is 0; it must be at least"),
         (["--random", "test", "--prompt", "a"], "--random has no tokenizer: give --prompt_tokens"),
         (["--model", "nowhere", "--prompt", "a"], "nowhere has no tokenizer.json"),
-        (["--random", "test", "--prompt_tokens", "3", "--top_k", "0"], "top_k is 0; it must be a"),
+        ([*RANDOM, "--top_k", "0", "--temperature", "1"], "top_k is 0; it must be a"),
+        ([*RANDOM, "--top_p", "0.9"], "--top_p needs a temperature; add one"),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "--top_k" in arguments:
-        arguments = [*arguments, "--temperature", "1"]
     assert main(arguments) == 2
     assert f"generate: error: {message}" in capsys.readouterr().err
 

@@ -366,6 +366,10 @@ NORM, ROPE = {"hidden": 4, "time": 8}, {"op": "rope", "time": 8, "heads": 2, "he
             "options: top_p is 2.0; it must be above 0 and at most 1",
         ),
         (
+            {**DECODE, "backend": "xla:cpu", "options": {"top_p": 0.9}},
+            "options: top_p needs a temperature; add one, such as 1.0",
+        ),
+        (
             {**LINEAR, "backend": "cpu:0"},
             "backend is 'cpu:0'; linear_cross_entropy is exported for xla:tpu, xla:cpu, xla:cuda",
         ),

@@ -45,6 +45,7 @@ void xentile_ffi_version(int32_t *a, int32_t *b) { *a = MAJOR; *b = MINOR; }
 int32_t xentile_tuned_tile(void) { return 0; }
 int32_t xentile_prefers_xla(void) { return 0; }
 size_t xentile_plan(void) { return 0; }
+const char *xentile_declarations(void) { return "{\\"targets\\": []}"; }
 void *xentile_targets(size_t *count) { *count = 0; return count; }
 """
 DEFINED = {
@@ -61,6 +62,7 @@ VERSIONS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "another table": ({"TABLE": "7"}, "(table 7) and pallas_bridge is"),
     "a later interface": ({"MINOR": "99"}, "speaks XLA FFI 0.99 and the installed jaxlib"),
+    "another revision": ({}, "was built of another revision than this pallas_bridge: xentile_"),
     "another interface": ({"MAJOR": "1"}, "speaks XLA FFI 1.1 and the installed jaxlib"),
 }
 
@@ -137,6 +139,12 @@ def test_info_says_what_runs_where() -> None:
 )
 def test_a_library_that_is_refused(printed: dict[str, str], name: str, message: str) -> None:
     assert message in printed[name]
+
+
+def test_requests_that_the_library_does_not_know_are_said_to_be_of_another_revision() -> None:
+    request = {"platform": "cpu", "dtype": "f32", "problem": {}, "limits": {"may_do_all": True}}
+    with pytest.raises(library.LibraryError, match=r"another revision .* field .*build both from"):
+        library.plan(request)
 
 
 def test_a_missing_library_is_said_to_be_missing(printed: dict[str, str]) -> None:

@@ -823,7 +823,8 @@ struct Share {
   }
 };
 
-// Calls `use` with each column of this thread, and its word of `from`.
+// Calls `use` with each column of this thread, and its word of `from`, read from the L2: this kernel may begin before the one
+// before it ends.
 template <class Use>
 __device__ inline void load_columns(const float* from, int count, Use use) {
   // So many loads at once: a loop of few turns would wait for each of its last.
@@ -834,7 +835,7 @@ __device__ inline void load_columns(const float* from, int count, Use use) {
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int i = start + k * kSampleThreads;
-      x[k] = i < count ? from[i] : -INFINITY;
+      x[k] = i < count ? __ldcg(from + i) : -INFINITY;
     }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
@@ -857,7 +858,8 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
   Share share{shared, z, count, ctas};
   share.init_barriers();
   ptx::cluster_arrive();
-  // `draw_bounds` starts this kernel after it has waited itself.
+  // All CTAs of `draw_bounds` have waited for the kernel that writes logits before this one starts. Its own bounds are waited
+  // for later.
   if (a.bounds == nullptr) ptx::wait_for_previous_kernel();
 
   const float inverse = 1.0f / fmaxf(a.options[0], 1e-30f), top_k = a.options[1];
@@ -971,7 +973,7 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
     const float bound = from_ordered(least_value);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kSampleThreads)
-      if (z[i] >= bound && z[i] != -INFINITY) use_column(to_z(logits[i]), first + i);
+      if (z[i] >= bound && z[i] != -INFINITY) use_column(to_z(__ldcg(logits + i)), first + i);
   }
   // Warps have read the bounds.
   __syncthreads();

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from . import platforms, versions
+from . import platforms, targets, versions
 
 # Where another library than the carried one is.
 VARIABLE = "XENTILE_XLA_LIBRARY"
@@ -163,7 +163,7 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
 
     Raises:
         LibraryError: it was built for another platform, is no libxentile_xla, comes from another
-            version of pallas_bridge, or was written for a newer XLA.
+            version or revision of pallas_bridge, or was written for a newer XLA.
     """
     try:
         handle = ctypes.CDLL(str(path))
@@ -176,11 +176,11 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
         table_version, version = handle.xentile_table_version, handle.xentile_version
         ffi_version, cpu_isa = handle.xentile_ffi_version, handle.xentile_cpu_isa
         table, prefers_xla = handle.xentile_targets, handle.xentile_prefers_xla
-        ask_for_plan = handle.xentile_plan
+        ask_for_plan, declarations = handle.xentile_plan, handle.xentile_declarations
     except AttributeError as error:
         raise LibraryError(f"{path} is not a libxentile_xla ({error})") from error
     table_version.restype = ctypes.c_uint32
-    version.restype = cpu_isa.restype = ctypes.c_char_p
+    version.restype = cpu_isa.restype = declarations.restype = ctypes.c_char_p
     ffi_version.argtypes = [ctypes.POINTER(ctypes.c_int32)] * 2
     ffi_version.restype = None
     prefers_xla.argtypes = [ctypes.c_char_p] * 3
@@ -200,10 +200,12 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
     ffi_version(ctypes.byref(major), ctypes.byref(minor))
     spoken = major.value, minor.value
     check_runtime(path, spoken, runtime_ffi_version())
+    for name in targets.differing(declarations().decode()):
+        raise LibraryError(_of_another_revision(path, f"{name} takes other arguments there"))
 
     count = ctypes.c_size_t()
     rows = table(ctypes.byref(count))
-    targets = [
+    found_targets = [
         Target(
             target=row.target.decode(),
             platform=row.platform.decode(),
@@ -213,7 +215,14 @@ def load(path: Path) -> tuple[ctypes.CDLL, Library]:
         )
         for row in rows[: count.value]
     ]
-    return handle, Library(path, found, spoken, cpu_isa().decode(), targets)
+    return handle, Library(path, found, spoken, cpu_isa().decode(), found_targets)
+
+
+def _of_another_revision(path: Path, found: str) -> str:
+    return (
+        f"{path} was built of another revision than this pallas_bridge: {found}; build both from "
+        "one checkout, `pip install ./pallas_bridge`"
+    )
 
 
 def check_runtime(path: Path, spoken: tuple[int, int], runtime: tuple[int, int]) -> None:
@@ -281,6 +290,7 @@ def plan(request: Mapping[str, Any]) -> Any:
     `xentile_plan` in xentile_xla.h documents both.
 
     Raises:
+        LibraryError: the library knows other requests.
         ValueError: a request that the library refuses.
     """
     return _plan(json.dumps(request))
@@ -296,6 +306,8 @@ def _plan(request: str) -> Any:
         raise ValueError("the library's plan is longer than any plan can be")
     found = json.loads(answer.value)
     if "error" in found:
+        if re.match("(unknown|missing) field", found["error"]):
+            raise LibraryError(_of_another_revision(outcome[1].path, found["error"]))
         raise ValueError(found["error"])
     (only,) = found.values()
     return only

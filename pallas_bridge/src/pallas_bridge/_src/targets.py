@@ -168,6 +168,18 @@ def every() -> Mapping[str, Target]:
     return {one["name"]: Target(one["name"], one) for one in json.loads(text)["targets"]}
 
 
+def differing(text: str) -> list[str]:
+    """Returns the targets whose declarations in a text of `xentile_declarations` are others."""
+    given = {one["name"]: one for one in json.loads(text)["targets"]}
+    ours = {name: one.declared for name, one in every().items()}
+    summaries = {"summary": None}
+    return sorted(
+        name
+        for name in given | ours
+        if {**given.get(name, {}), **summaries} != {**ours.get(name, {}), **summaries}
+    )
+
+
 def declared(name: str) -> Target:
     """Returns the declaration of a target."""
     return every()[name]

@@ -60,8 +60,12 @@ class DecodeExports:
         """
         check_options(cell.options, Sampling._fields)
         given = {name: None for name in Sampling._fields} | dict(cell.options)
+        if given["temperature"] is None:
+            for name in (name for name, value in given.items() if value is not None):
+                raise ConfigError(f"options: {name} needs a temperature; add one, such as 1.0")
+            given["temperature"] = 0.0
         try:
-            sampling = check_sampling(**{**given, "temperature": given["temperature"] or 0.0})
+            sampling = check_sampling(**given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"options: {error}") from None
         number = jax.ShapeDtypeStruct((), jnp.int32)
