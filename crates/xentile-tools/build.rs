@@ -30,13 +30,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn embed_presets() -> Result<(), Box<dyn Error>> {
     let configs = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("configs");
     let mut list = String::from("&[\n");
-    for tool in ["gradcheck", "microbench", "suite", "sweep"] {
+    for tool in ["decode", "gradcheck", "microbench", "suite", "sweep"] {
         let folder = configs.join(tool);
         println!("cargo::rerun-if-changed={}", folder.display());
         let mut files = std::fs::read_dir(&folder)?
             .map(|entry| Ok(entry?.path()))
             .collect::<std::io::Result<Vec<_>>>()?;
-        files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+        let kind = if tool == "decode" { "json" } else { "yaml" };
+        files.retain(|file| file.extension().is_some_and(|extension| extension == kind));
         files.sort();
         for file in files {
             let name = file.file_stem().ok_or("a config without a name")?;

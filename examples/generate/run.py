@@ -93,10 +93,13 @@ def _run(options: Namespace) -> generation.Generated:
     tokenizer, stops = None, []
     if options.model is not None:
         tokenizer, stops = read_tokenizer(options.model), stop_tokens(options.model)
-        config, params = generation.load_hugging_face(options.model, dtype=options.dtype)
+        config, params = generation.load_hugging_face(
+            options.model, dtype=options.dtype, packed=True
+        )
     elif options.random in PRESETS:
         config = PRESETS[options.random]
         params = generation.init_params(config, options.seed, dtype=options.dtype)
+        params = generation.pack(params, config, donate=True)
     else:
         raise InputError(f"no preset {options.random}: choose from {', '.join(PRESETS)}")
     if options.prompt_tokens is not None:

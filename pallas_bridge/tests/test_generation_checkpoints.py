@@ -12,8 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pallas_bridge._src.generation import kernel
 from pallas_bridge._src.generation.checkpoints import OUTER, WHOLE
-from pallas_bridge.generation import decode_step, generate, init_cache, load_hugging_face, prefill
+from pallas_bridge.generation import (
+    decode_step,
+    generate,
+    init_cache,
+    load_hugging_face,
+    pack,
+    prefill,
+)
 
 NEEDS_SAFETENSORS = pytest.mark.needs("safetensors")
 LAYERS, LENGTH = 2, 24
@@ -87,6 +95,32 @@ def test_tensors_are_stacked(rng: np.random.Generator, tmp_path: Path) -> None:
     assert config.tied_head and "head" not in again
     assert again["norm"].dtype == jnp.float32
     assert (again["layers"]["qkv"] == params["layers"]["qkv"]).all()
+
+
+@NEEDS_SAFETENSORS
+def test_matrices_are_packed_as_they_are_read(
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Llama-3.2-1B with one layer.
+    sizes = {"q": (2048, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 2048)}
+    mlps = {"gate": (8192, 2048), "up": (8192, 2048), "down": (2048, 8192)}
+    named = {f"self_attn.{name}_proj": shape for name, shape in sizes.items()}
+    named |= {f"mlp.{name}_proj": shape for name, shape in mlps.items()}
+    named |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (2048,))
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in named.items()}
+    shapes |= {OUTER["embedding"]: (61, 2048), OUTER["head"]: (61, 2048), OUTER["norm"]: (2048,)}
+    given = {
+        name: rng.integers(0, 2**14, shape, np.uint16).view(jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    changes = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 2048}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192}
+    folder = write(tmp_path, {WHOLE: given}, **changes, **heads)
+    config, params = load_hugging_face(folder)
+    monkeypatch.setattr(kernel, "is_there", lambda *_: True)
+    right = pack(params, config, donate=True)
+    found = load_hugging_face(folder, packed=True)[1]
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found, right))
 
 
 @NEEDS_SAFETENSORS

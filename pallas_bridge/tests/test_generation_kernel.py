@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from pallas_bridge._src.generation import generate as program
 from pallas_bridge._src.generation import kernel, model, sampling, sampling_kernel
+from pallas_bridge._src.generation.parameters import output_matrix
 from pallas_bridge.generation import (
     Cache,
     DecoderConfig,
@@ -19,6 +20,7 @@ from pallas_bridge.generation import (
     init_cache,
     init_params,
     pack,
+    prefill,
 )
 
 from pallas_bridge import Llama3Scaling
@@ -194,6 +196,39 @@ def test_packed_weights_are_where_the_kernel_reads_them(
     right = head[tile * 8 + g, column:][:8]
     stage = config.layers * sum(stages) * 128 + tile * count + part
     np.testing.assert_array_equal(packed[stage, at : at + 8], right)
+
+
+def test_unpacked_weights_are_the_matrices() -> None:
+    config = dataclasses.replace(QWEN2, layers=2)
+    params = numbered(config)
+    packed = kernel.pack_weights(params, config)
+    for name in kernel.MATRICES:
+        matrix = kernel.unpack(packed, config, config.layers - 1, name)
+        np.testing.assert_array_equal(matrix, params["layers"][name][-1])
+    np.testing.assert_array_equal(kernel.unpack_head(packed, config), output_matrix(params, config))
+    # Layer by layer, in place.
+    again = jnp.zeros_like(packed)
+    for index in range(config.layers):
+        layer = {name: params["layers"][name][index] for name in kernel.MATRICES}
+        again = kernel.put_layer(again, config, layer, index)
+    again = kernel.put_head(again, config, output_matrix(params, config))
+    np.testing.assert_array_equal(again, packed)
+
+
+def test_packed_weights_alone_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(UNTIED, layers=1, vocab_size=64)
+    params, prompts = draw_params(config), [[3, 14, 15, 9]]
+
+    def run(params: Any) -> jax.Array:
+        return prefill(params, config, init_cache(config, 1, 8), prompts)[0]
+
+    right = run(params)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "is_there", lambda *_: True)
+        alone = pack(params, config, donate=True)
+    assert params["head"].is_deleted() and params["layers"]["down"].is_deleted()
+    assert set(alone) == {"embedding", "norm", "layers", "packed"}
+    np.testing.assert_allclose(run(alone), right, atol=1e-2)
 
 
 @pytest.mark.parametrize(

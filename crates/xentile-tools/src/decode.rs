@@ -2,17 +2,18 @@
 //! step does so many times. A time is the difference of two runs, so that what a run does once is not in it, and each run the fastest of several.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
-use clap::Args;
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use xentile_programs::Exported;
 
-use crate::config::Backend;
+use crate::config::{self, Backend, Implementation};
 use crate::exported::{calls_kernels, export};
 use crate::machine::Machine;
+use crate::presets;
 use crate::timing::timed;
 use crate::xla::{Compiled, Session};
 
@@ -26,12 +27,20 @@ const MOST_STEPS: u32 = 1 << 30;
 #[derive(Args, Clone, Debug, Serialize)]
 pub struct Config {
     /// The decoder's config.json, as Hugging Face has it.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", required_unless_present = "preset")]
     #[serde(skip)]
-    model: PathBuf,
+    model: Option<PathBuf>,
+    /// A shipped one, instead of --model.
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = presets::parser("decode"))]
+    #[serde(skip)]
+    preset: Option<String>,
     /// xla:cpu or xla:cuda.
     #[arg(long, default_value = "xla:cpu", hide_possible_values = true)]
     backend: Backend,
+    /// reference is XLA's program.
+    #[arg(long = "impl", default_value = "kernel", hide_possible_values = true)]
+    #[serde(rename = "impl")]
+    implementation: Implementation,
     /// Sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
@@ -108,23 +117,61 @@ impl fmt::Display for Report {
     }
 }
 
+/// Flags without a command.
+#[derive(Parser)]
+#[command(no_binary_name = true)]
+struct Flags {
+    #[command(flatten)]
+    config: Config,
+}
+
 impl Config {
-    /// The config of the exported program.
-    fn cell(&self, model: &Value) -> Map<String, Value> {
-        let options = [
+    /// Reads flags, `--batch=8`.
+    ///
+    /// # Errors
+    /// One that there is not, or whose value is no good.
+    pub(crate) fn from_flags(flags: &[String]) -> Result<Self> {
+        let found = Flags::try_parse_from(flags).map_err(|error| {
+            let text = error.to_string();
+            let line = text.lines().next().unwrap_or_default();
+            anyhow!("{}", line.strip_prefix("error: ").unwrap_or(line))
+        });
+        Ok(found?.config)
+    }
+
+    /// Model, batch and position; the dtype; and how tokens are drawn.
+    pub(crate) fn described(&self) -> [String; 3] {
+        let file = self.model.as_deref().and_then(Path::file_stem).unwrap_or_default();
+        let model = self.preset.clone().unwrap_or_else(|| file.display().to_string());
+        let options = self.options().map(|(key, value)| format!("{key} {value}"));
+        let drawn = options.collect::<Vec<_>>().join(", ");
+        let drawn = if drawn.is_empty() { "greedy".to_owned() } else { drawn };
+        let shape = format!("{model}, [{}] at {}", self.batch, self.position);
+        [shape, self.dtype.clone(), drawn]
+    }
+
+    /// Options of the sampler that are set.
+    fn options(&self) -> impl Iterator<Item = (&'static str, Value)> {
+        [
             ("temperature", json!(self.temperature)),
             ("top_k", json!(self.top_k)),
             ("top_p", json!(self.top_p)),
             ("min_p", json!(self.min_p)),
-        ];
-        let options = options.into_iter().filter(|(_, value)| !value.is_null());
+        ]
+        .into_iter()
+        .filter(|(_, value)| !value.is_null())
+    }
+
+    /// The config of the exported program.
+    fn cell(&self, model: &Value) -> Map<String, Value> {
         let cell = json!({
             "op": "decode",
             "backend": self.backend,
+            "impl": self.implementation,
             "dtype": self.dtype,
             "batch": self.batch,
             "position": self.position,
-            "options": options.map(|(name, value)| (name.to_owned(), value)).collect::<Map<_, _>>(),
+            "options": self.options().map(|(key, value)| (key.to_owned(), value)).collect::<Map<_, _>>(),
             "model": model,
         });
         cell.as_object().cloned().unwrap_or_default()
@@ -145,9 +192,9 @@ pub fn run(config: &Config) -> Result<Report> {
         config.steps
     );
     ensure!(config.iters >= 1, "iters is 0; it must be at least 1");
-    let shown = config.model.display();
-    let text =
-        std::fs::read_to_string(&config.model).with_context(|| format!("cannot read {shown}"))?;
+    let path = presets::choose("decode", config.model.as_deref(), config.preset.as_deref());
+    let path = path.context("no model: name one by --model or --preset")?;
+    let (shown, text) = (path.display(), config::read(&path)?);
     let model: Value =
         serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
     let manifest = export("decode", config.cell(&model), config.cache.as_deref(), "decode", "")?;

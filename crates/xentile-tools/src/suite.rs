@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use xentile::operation::Pass;
 
 use crate::cli;
-use crate::config::{self, Implementation, Schema, name};
+use crate::config::{self, Implementation, Schema};
+use crate::decode;
 use crate::draft::write_whole;
 use crate::machine::Machine;
 use crate::memory;
@@ -26,7 +27,11 @@ pub struct Config {
     #[serde(default)]
     pub cell: serde_yaml::Value,
     /// Measurements, each a config of microbench; one with lists is several.
+    #[serde(default)]
     pub cells: Vec<serde_yaml::Mapping>,
+    /// Measurements of decoders, each with flags of microbench decode as its keys.
+    #[serde(default)]
+    pub decode: Vec<serde_yaml::Mapping>,
     /// Keys that replace the cell's when XLA's program is measured, such as its backend.
     #[serde(default)]
     pub reference: serde_yaml::Mapping,
@@ -42,7 +47,10 @@ impl Config {
     /// # Errors
     /// There is none, or one cannot be.
     fn measurements(&self) -> Result<Vec<[microbench::Config; 2]>> {
-        ensure!(!self.cells.is_empty(), "cells is empty; name at least one measurement");
+        ensure!(
+            !(self.cells.is_empty() && self.decode.is_empty()),
+            "cells is empty, and decode too; name at least one measurement"
+        );
         let mut all = Vec::new();
         for (index, cell) in self.cells.iter().enumerate() {
             let at = || format!("cells[{index}]");
@@ -65,6 +73,54 @@ impl Config {
         }
         Ok(all)
     }
+
+    /// Every measurement of a decoder, as flags without the implementation.
+    ///
+    /// # Errors
+    /// One cannot be.
+    fn decoders(&self) -> Result<Vec<(decode::Config, Vec<String>)>> {
+        let flag = |(key, value): (&serde_yaml::Value, &serde_yaml::Value)| {
+            let key = key.as_str().unwrap_or_default();
+            ensure!(key != "impl", "impl is set; a suite runs kernel and reference");
+            let value = serde_yaml::to_string(value)?;
+            Ok(format!("--{}={}", key.replace('_', "-"), value.trim()))
+        };
+        let read = |(index, keys): (usize, &serde_yaml::Mapping)| {
+            let flags: Result<Vec<_>> = keys.iter().map(flag).collect();
+            let read = flags.and_then(|flags| Ok((decode::Config::from_flags(&flags)?, flags)));
+            read.with_context(|| format!("decode[{index}]"))
+        };
+        self.decode.iter().enumerate().map(read).collect()
+    }
+
+    /// A row of each measurement, not run yet, and what measures it by kernel and reference.
+    ///
+    /// # Errors
+    /// There is none, or one cannot be.
+    fn rows(&self) -> Result<Vec<(Row, [Job; 2])>> {
+        let mut all = Vec::new();
+        for pair in self.measurements()? {
+            all.push((Row::new(&pair[0])?, pair.map(|one| Job::Operation(Box::new(one)))));
+        }
+        for (decoder, flags) in self.decoders()? {
+            let jobs = IMPLEMENTATIONS.map(|name| {
+                let flags = flags.iter().cloned().chain([format!("--impl={name}")]);
+                Job::Decoder([String::from("decode")].into_iter().chain(flags).collect())
+            });
+            all.push((Row::of_decoder(&decoder), jobs));
+        }
+        Ok(all)
+    }
+}
+
+/// The implementations that a row has.
+const IMPLEMENTATIONS: [&str; 2] = ["kernel", "reference"];
+
+/// One measurement.
+enum Job {
+    Operation(Box<microbench::Config>),
+    /// Arguments of microbench.
+    Decoder(Vec<String>),
 }
 
 /// Runs the suite of the config at `path`, overridden by `sets`. The code is that of the process:
@@ -74,29 +130,28 @@ impl Config {
 /// The config is bad, or the results cannot be written.
 pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
     let config: Config = config::load(path, sets)?;
-    let measurements =
-        config.measurements().with_context(|| format!("config {}", path.display()))?;
+    let rows = config.rows().with_context(|| format!("config {}", path.display()))?;
     let stem = path.file_stem().unwrap_or_default();
     let out = config.out.clone().unwrap_or_else(|| Path::new("target/suite").join(stem));
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
 
     let mut suite = Suite { machine: Machine::current(), rows: Vec::new() };
-    let mut progress = Cells::new(2 * measurements.len());
-    for one in measurements {
-        let mut row = Row::new(&one[0])?;
-        for config in &one {
-            let named = format!("{} by {}", row.title(), name(&config.implementation));
+    let mut progress = Cells::new(2 * rows.len());
+    for (mut row, jobs) in rows {
+        let found = [0, 1].map(|at| {
+            let named = format!("{} by {}", row.title(), IMPLEMENTATIONS[at]);
             progress.begin(&named);
-            let found = measured(config);
+            let found = measured(&jobs[at]);
             let outcome = match &found {
-                Ok(report) => format!("{} ms", figure(report["median_step_ms"].as_f64(), 3)),
+                Ok(report) => format!("{} ms", figure(report[row.time_key].as_f64(), 3)),
                 Err(reason) => format!("failed: {reason}"),
             };
             progress.end(&named, outcome, found.is_err());
-            match config.implementation {
-                Implementation::Kernel => row.ours = found,
-                Implementation::Reference => row.baseline = found,
-            }
+            found
+        });
+        [row.ours, row.baseline] = found;
+        if let (0, Ok(report)) = (row.bytes, &row.ours) {
+            row.bytes = report["bytes"].as_u64().unwrap_or_default() as usize;
         }
         suite.rows.push(row);
         // What is there is there, should the next one end it all.
@@ -114,8 +169,12 @@ pub fn run(path: &Path, sets: &[String]) -> Result<u8> {
 }
 
 /// The report of one measurement, of a process of its own.
-fn measured(config: &microbench::Config) -> Result<Value, String> {
-    let mut report = apart::measured(config).map_err(|error| format!("{error:#}"))?;
+fn measured(job: &Job) -> Result<Value, String> {
+    let report = match job {
+        Job::Operation(config) => apart::measured(config),
+        Job::Decoder(arguments) => apart::report_of(arguments),
+    };
+    let mut report = report.map_err(|error| format!("{error:#}"))?;
     if let Some(report) = report.as_object_mut() {
         // Told once for all.
         report.shift_remove("machine");
@@ -127,10 +186,12 @@ fn measured(config: &microbench::Config) -> Result<Value, String> {
 struct Row {
     operation: &'static str,
     shape: String,
-    dtype: &'static str,
+    dtype: String,
     distribution: String,
-    /// Bytes of all inputs of the forward pass.
+    /// Bytes of all inputs of the forward pass; of a decoder what a step reads, known once it has run.
     bytes: usize,
+    /// The key of the time in reports.
+    time_key: &'static str,
     ours: Result<Value, String>,
     baseline: Result<Value, String>,
 }
@@ -140,16 +201,30 @@ impl Row {
         let (problem, op) = (config.problem()?, config.op);
         let inputs = op.signature(&problem, Pass::Forward).operands;
         let bytes: u64 = inputs.iter().filter_map(|spec| spec.bytes(&problem)).sum();
-        let not_run = || Err("was not run".to_owned());
         Ok(Self {
             operation: op.name(),
             shape: op.shape(&problem, None),
-            dtype: config.dtype.name(),
+            dtype: config.dtype.name().to_owned(),
             distribution: config.distribution(),
             bytes: usize::try_from(bytes)?,
+            time_key: "median_step_ms",
             ours: not_run(),
             baseline: not_run(),
         })
+    }
+
+    fn of_decoder(config: &decode::Config) -> Self {
+        let [shape, dtype, distribution] = config.described();
+        Self {
+            operation: "decode",
+            shape,
+            dtype,
+            distribution,
+            bytes: 0,
+            time_key: "step_ms",
+            ours: not_run(),
+            baseline: not_run(),
+        }
     }
 
     fn title(&self) -> String {
@@ -158,7 +233,7 @@ impl Row {
 
     /// Both, ours first, with their names.
     fn both(&self) -> [(&'static str, &Result<Value, String>); 2] {
-        [("kernel", &self.ours), ("reference", &self.baseline)]
+        [(IMPLEMENTATIONS[0], &self.ours), (IMPLEMENTATIONS[1], &self.baseline)]
     }
 
     fn failures(&self) -> impl Iterator<Item = (&'static str, &String)> {
@@ -172,7 +247,7 @@ impl Row {
 
     /// Time of the baseline over ours.
     fn speedup(&self) -> Option<f64> {
-        let [ours, baseline] = self.figures("median_step_ms");
+        let [ours, baseline] = self.figures(self.time_key);
         Some(baseline? / ours?)
     }
 
@@ -184,6 +259,10 @@ impl Row {
         }
         ("GB/s", self.figures("gb_per_s"))
     }
+}
+
+fn not_run() -> Result<Value, String> {
+    Err("was not run".to_owned())
 }
 
 /// A number for people; nothing where it is not there.
@@ -226,7 +305,7 @@ impl Suite {
     /// Lines that are a table in Markdown, and one for people as well.
     fn table(&self) -> String {
         let cells = |row: &Row| {
-            let [ours, baseline] = row.figures("median_step_ms");
+            let [ours, baseline] = row.figures(row.time_key);
             let (metric, rates) = row.throughput();
             let [copies, _] = row.figures("ratio_to_copy");
             let peaks = row.figures("mem_peak_over_alloc_bytes");
@@ -236,7 +315,7 @@ impl Suite {
             [
                 row.operation.to_owned(),
                 row.shape.clone(),
-                row.dtype.to_owned(),
+                row.dtype.clone(),
                 row.distribution.clone(),
                 figure(ours, 3),
                 figure(baseline, 3),
@@ -382,7 +461,8 @@ mod tests {
              reference: {backend: xla:cpu}",
         );
         let [ours, plain] = other.unwrap().remove(0);
-        assert_eq!((name(&ours.backend), name(&plain.backend)), ("cpu".into(), "xla:cpu".into()));
+        let names = [&ours, &plain].map(|one| config::name(&one.backend));
+        assert_eq!(names, ["cpu", "xla:cpu"]);
         assert_eq!(plain.implementation, Implementation::Reference);
     }
 
@@ -397,14 +477,37 @@ mod tests {
     }
 
     #[test]
+    fn decoders_are_flags_of_their_command() {
+        let read = |text: &str| config::parse::<Config>(text, &[]).unwrap().rows();
+        let found = "decode: [{preset: qwen3-0.6b, backend: xla:cuda, top_p: 0.9, temperature: 0.8}]";
+        let (row, jobs) = read(found).unwrap().remove(0);
+        assert_eq!(row.title(), "decode qwen3-0.6b, [1] at 1000 bf16, temperature 0.8, top_p 0.9");
+        let [_, Job::Decoder(arguments)] = jobs else { panic!("a decoder's job") };
+        assert_eq!(
+            arguments.join(" "),
+            "decode --preset=qwen3-0.6b --backend=xla:cuda --top-p=0.9 --temperature=0.8 --impl=reference"
+        );
+        let error = |text| format!("{:#}", read(text).map(|_| ()).unwrap_err());
+        for (text, message) in [
+            ("decode: [{preset: qwen3-0.6b, batches: 3}]", "decode[0]: unexpected argument '--batches'"),
+            ("decode: [{preset: qwen3-0.6b, impl: kernel}]", "decode[0]: impl is set"),
+            ("decode: [{preset: qwen3-0.6b, top_p: 0.9}]", "decode[0]: the following required"),
+            ("decode: [{batch: 1}]", "decode[0]: the following required arguments"),
+        ] {
+            assert!(error(text).contains(message), "{}", error(text));
+        }
+    }
+
+    #[test]
     fn a_failed_measurement_leaves_the_others() {
         let report = |ms: f64| Ok(json!({"median_step_ms": ms, "gb_per_s": 3.0}));
         let row = |ours, baseline| Row {
             operation: "rms_norm",
             shape: "[2, 4]".to_owned(),
-            dtype: "f32",
+            dtype: "f32".to_owned(),
             distribution: "normal".to_owned(),
             bytes: 32,
+            time_key: "median_step_ms",
             ours,
             baseline,
         };

@@ -1,5 +1,6 @@
 //! `microbench`: times one implementation of an operation, or sweeps its tile or its budget.
 
+use std::fmt::Display;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -99,7 +100,7 @@ impl Suite {
 pub struct Decode {
     #[command(flatten)]
     config: decode::Config,
-    /// Appends the result to FILE as one line of JSON.
+    /// Appends the result to FILE as one line of JSON; `-` prints that line and nothing else.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -110,16 +111,10 @@ impl Decode {
     /// # Errors
     /// Bad input.
     pub fn run(&self) -> Result<u8> {
-        if let Some(path) = &self.json {
+        if let Some(path) = file_of(self.json.as_deref()) {
             check_json_file(path)?;
         }
-        let report = decode::run(&self.config)?;
-        if let Some(path) = &self.json {
-            append(path, &json_line(&report)?)
-                .with_context(|| format!("cannot write --json {}", path.display()))?;
-        }
-        write!(std::io::stdout(), "{report}").context("cannot write to standard output")?;
-        Ok(cli::PASSED)
+        write_report(&decode::run(&self.config)?, self.json.as_deref())
     }
 }
 
@@ -343,7 +338,7 @@ impl Measure {
 
     fn run(&self) -> Result<u8> {
         let config = self.config()?;
-        if let Some(path) = self.json_file() {
+        if let Some(path) = file_of(self.json.as_deref()) {
             check_json_file(path)?;
         }
         if config.is_list() {
@@ -355,19 +350,7 @@ impl Measure {
                 return Ok(code);
             }
         }
-        let report = microbench::run(&config)?;
-        let mut stdout = std::io::stdout().lock();
-        match self.json_file() {
-            None if self.json.is_some() => stdout.write_all(&json_line(&report)?),
-            None => write!(stdout, "{report}"),
-            Some(path) => {
-                append(path, &json_line(&report)?)
-                    .with_context(|| format!("cannot write --json {}", path.display()))?;
-                write!(stdout, "{report}")
-            }
-        }
-        .context("cannot write to standard output")?;
-        Ok(cli::PASSED)
+        write_report(&microbench::run(&config)?, self.json.as_deref())
     }
 
     /// Every measurement of a list, a row each.
@@ -378,7 +361,8 @@ impl Measure {
             }
         }
         let all = config.each()?;
-        let is_quiet = self.json.is_some() && self.json_file().is_none();
+        let json = file_of(self.json.as_deref());
+        let is_quiet = self.json.is_some() && json.is_none();
         let table = Table::new(config, &all);
         if !is_quiet {
             println!("{}", table.head());
@@ -387,7 +371,7 @@ impl Measure {
             let report =
                 apart::measured(one).with_context(|| format!("measurement {}", index + 1))?;
             let line = json_line(&report)?;
-            match self.json_file() {
+            match json {
                 None if is_quiet => std::io::stdout().write_all(&line)?,
                 None => println!("{}", table.row(&report)),
                 Some(path) => {
@@ -399,10 +383,27 @@ impl Measure {
         }
         Ok(cli::PASSED)
     }
+}
 
-    fn json_file(&self) -> Option<&Path> {
-        self.json.as_deref().filter(|path| *path != Path::new("-"))
+/// The file that --json names, unless that is `-`.
+fn file_of(json: Option<&Path>) -> Option<&Path> {
+    json.filter(|path| *path != Path::new("-"))
+}
+
+/// Prints a report, as a line of JSON where --json is `-`, and appends that line to the file that --json names.
+fn write_report(report: &(impl serde::Serialize + Display), json: Option<&Path>) -> Result<u8> {
+    let mut stdout = std::io::stdout().lock();
+    match file_of(json) {
+        None if json.is_some() => stdout.write_all(&json_line(report)?),
+        None => write!(stdout, "{report}"),
+        Some(path) => {
+            append(path, &json_line(report)?)
+                .with_context(|| format!("cannot write --json {}", path.display()))?;
+            write!(stdout, "{report}")
+        }
     }
+    .context("cannot write to standard output")?;
+    Ok(cli::PASSED)
 }
 
 /// Checks the path of --json before the measurement.

@@ -1,5 +1,6 @@
 //! A measurement in a process of its own, so that its peak of memory is its own too.
 
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -26,17 +27,27 @@ pub(crate) fn measured(config: &Config) -> Result<Value> {
 /// # Errors
 /// What the process says that it failed with.
 pub(crate) fn report(path: &Path, sets: &[String]) -> Result<Value> {
+    let mut arguments = vec![OsString::from("--config"), path.into()];
+    if !sets.is_empty() {
+        arguments.push("--set".into());
+        arguments.extend(sets.iter().map(OsString::from));
+    }
+    report_of(arguments)
+}
+
+/// The report of `microbench` with these arguments.
+///
+/// # Errors
+/// As for [`report`].
+pub(crate) fn report_of(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Result<Value> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(&program);
     // microbench measures by itself, and xentile has it as a command.
     if program.file_stem().is_some_and(|name| name == "xentile") {
         command.arg("microbench");
     }
-    command.arg("--config").arg(path);
-    if !sets.is_empty() {
-        command.arg("--set").args(sets);
-    }
     let output = command
+        .args(arguments)
         .args(["--json", "-"])
         .stdin(Stdio::null())
         .output()

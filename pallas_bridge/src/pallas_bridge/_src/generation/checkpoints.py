@@ -6,14 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from ..checks import DTYPES
 from ..keywords import hinted
+from . import kernel
 from .config import DecoderConfig
-from .parameters import Params, layer_shapes, outer_shapes
+from .parameters import MATRICES, Params, layer_shapes, outer_shapes, output_matrix
 
 CONFIG = "config.json"
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -38,7 +40,7 @@ OUTER = {
 
 @hinted
 def load_hugging_face(
-    folder: str | Path, *, dtype: DTypeLike | None = None
+    folder: str | Path, *, dtype: DTypeLike | None = None, packed: bool = False
 ) -> tuple[DecoderConfig, Params]:
     """Reads a checkpoint of Hugging Face, by `pip install 'pallas_bridge[generation]'`.
 
@@ -46,9 +48,12 @@ def load_hugging_face(
       folder: with config.json and model.safetensors, or model.safetensors.index.json and the files
         that it names.
       dtype: bfloat16, float16 or float32; None for the embedding's.
+      packed: whether matrices are packed as they are read, where there is a kernel that streams
+        them: at the peak the memory is that of `pack` with `donate`, and of a layer more.
 
     Returns:
-      The config, and parameters as `init_params` makes them, on the default device.
+      The config, and parameters as `init_params` makes them or, packed, `pack` with `donate`, on
+      the default device.
 
     Raises:
       FileNotFoundError: a file that is missing.
@@ -69,7 +74,7 @@ def load_hugging_face(
         for name in tensors.keys() - wanted - ignored:
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(f"{folder} has the tensor {name}, which its config.json is not of")
-        return config, _read(config, tensors, dtype)
+        return config, _read(config, tensors, dtype, packed)
 
 
 def _found(folder: Path, name: str) -> Path:
@@ -118,7 +123,7 @@ def _layer_names(index: int, name: str) -> Iterator[str]:
     return (f"model.layers.{index}.{one}" for one in LAYER[name])
 
 
-def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any) -> Params:
+def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any, is_packed: bool) -> Params:
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         given = tuple(tensors[name].get_slice(name).get_shape())
         if given != shape:
@@ -140,16 +145,32 @@ def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any) -> Params:
         "gate_up": [gate, gate],
     }
     rows["qkv_bias"] = rows["qkv"]
+    shapes = layer_shapes(config)
 
-    def stack(name: str, shape: tuple[int, ...]) -> Any:
-        found = np.empty((config.layers, *shape), dtype)
+    def fill(found: np.ndarray, index: int, name: str) -> None:
+        start, (first, *rest) = 0, shapes[name]
+        for tensor, size in zip(_layer_names(index, name), rows.get(name, [first]), strict=True):
+            found[start : start + size] = read(tensor, (size, *rest))
+            start += size
+
+    def stack(name: str) -> Any:
+        found = np.empty((config.layers, *shapes[name]), dtype)
         for index, layer in enumerate(found):
-            start = 0
-            sizes = rows.get(name, shape[:1])
-            for tensor, size in zip(_layer_names(index, name), sizes, strict=True):
-                layer[start : start + size] = read(tensor, (size, *shape[1:]))
-                start += size
+            fill(layer, index, name)
         return jnp.asarray(found)
 
-    layers = {name: stack(name, shape) for name, shape in layer_shapes(config).items()}
-    return {**{name: jnp.asarray(one, dtype) for name, one in outer.items()}, "layers": layers}
+    if not (is_packed and dtype == jnp.bfloat16 and kernel.is_there_for(config)):
+        layers = {name: stack(name) for name in shapes}
+        return {**{name: jnp.asarray(one, dtype) for name, one in outer.items()}, "layers": layers}
+    packed = jnp.zeros(kernel.packed_shape(config), dtype)
+    for index in range(config.layers):
+        layer = {name: np.empty(shapes[name], dtype) for name in MATRICES}
+        for name, matrix in layer.items():
+            fill(matrix, index, name)
+        # One layer after another, so that not all of them wait on the device.
+        packed = jax.block_until_ready(kernel.put_layer(packed, config, layer, index))
+    found: Params = {name: jnp.asarray(one, dtype) for name, one in outer.items()}
+    packed = kernel.put_head(packed, config, output_matrix(found, config))
+    found.pop("head", None)
+    layers = {name: stack(name) for name in shapes if name not in MATRICES}
+    return {**found, "layers": layers, "packed": packed}

@@ -8,7 +8,7 @@ position.
 
 import math
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +96,7 @@ def step_bytes(cell: Cell) -> int:
 
 def _has_kernel(cell: Cell) -> bool:
     is_covered = kernel.covers(cell.settings.model, cell.settings.batch) and cell.dtype == "bf16"
-    return cell.platform == "cuda" and is_covered
+    return cell.platform == "cuda" and is_covered and not cell.is_dense
 
 
 def _draw(shape: tuple[int, ...], name: str, dtype: Any, seed: Array) -> Array:
@@ -126,8 +126,9 @@ def _run_steps(cell: Cell, sampling: Sampling, steps: Array) -> tuple[Array, Arr
     length = -(-(cell.settings.position + 1) // LARGEST_PAGE) * LARGEST_PAGE
     cache = init_cache(config, batch, length, dtype=dtype)
     positions = jnp.full(batch, cell.settings.position, jnp.int32)
-    has_kernel, on_cpu = _has_kernel(cell), cell.platform == "cpu" and cpu_kernels.are_there()
-    has_sampler = sampling_kernel.covers(config.vocab_size)
+    on_cpu = cell.platform == "cpu" and cpu_kernels.are_there() and not cell.is_dense
+    has_kernel, by_layers = _has_kernel(cell), partial(step_by_layers, config, on_cpu)
+    has_sampler = sampling_kernel.covers(config.vocab_size) and not cell.is_dense
     sampler = make_sampler(jnp.arange(batch), sampling, has_sampler)
     packed: Any = kernel.pack_weights(params, config) if has_kernel else None
     tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
@@ -139,7 +140,8 @@ def _run_steps(cell: Cell, sampling: Sampling, steps: Array) -> tuple[Array, Arr
             one = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
             cache, state, logits = Cache(one.keys, one.values), one.state, one.logits
         else:
-            logits, cache = step_by_layers(config, on_cpu, params, cache, tokens, positions)
+            operands = (params, cache, tokens, positions, cell.implementation)
+            logits, cache = by_layers(*operands)
         is_drawn = has_kernel and sampling.temperature is None
         drawn = (one.token, one.logp) if is_drawn else sampler(logits, step)
         return cache, state, drawn

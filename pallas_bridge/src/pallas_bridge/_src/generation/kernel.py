@@ -4,8 +4,9 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import library
+from ..checks import is_traced
 from ..implementations import gpus
 from ..keywords import hinted
 from .config import DecoderConfig
-from .parameters import Params, are_on_one_device, check_params, output_matrix
+from .parameters import MATRICES, Params, are_on_one_device, check_params, output_matrix
 
 Array = jax.Array
 TARGET = "xentile_decode_step"
@@ -26,6 +28,8 @@ STAGE = ROWS * COLUMNS
 # Copies of each vector that all CTAs read, of up to 4 sequences, and splits of the positions for
 # each KV head.
 COPIES, SPLITS = 4, 16
+# Axes of a tile of the head: tile, row, warp, part, tile of 32 columns, lane's 8 columns.
+HEAD_ORDER = (0, 3, 2, 4, 1, 5, 6)
 # KV heads of a step, each for 16 CTAs.
 KV_HEADS = 8
 # The most sequences of a call.
@@ -81,6 +85,11 @@ def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
     if any(one.dtype != jnp.bfloat16 for one in arrays):
         return False
     return is_there(TARGET, arrays, is_large_hopper)
+
+
+def is_there_for(config: DecoderConfig) -> bool:
+    """Returns whether the kernel runs with parameters in bfloat16 on a device of this process."""
+    return covers(config) and is_there(TARGET, (), is_large_hopper)
 
 
 def is_there(target: str, arrays: Iterable[Array], suits: Callable[[Any], bool]) -> bool:
@@ -162,19 +171,22 @@ def _matrices(config: DecoderConfig) -> list[tuple[int, int]]:
 
 
 @hinted
-def pack(params: Params, config: DecoderConfig) -> Params:
-    """Returns parameters with a copy of their matrices as the kernel for Hopper streams them.
+def pack(params: Params, config: DecoderConfig, *, donate: bool = False) -> Params:
+    """Returns parameters with their matrices as the kernel for Hopper streams them.
 
     `generate` packs by itself whenever it is called; this saves the time, of a few tokens, and lets
-    `decode_step` use the kernel. The copy takes as much memory as the parameters. Where there is no
-    kernel for the config or the GPU, returns `params`.
+    `decode_step` use the kernel. Where there is no kernel for the config or the GPU, returns
+    `params`. `load_hugging_face` packs a tensor as it is read.
 
     Args:
       params: as `init_params` or `load_hugging_face` make them.
       config: the decoder's.
+      donate: whether to free the matrices, which otherwise take as much memory once more. `prefill`
+        then unpacks a layer at a time, and steps of more sequences than the kernel takes too.
 
     Returns:
-      `params` and "packed" [T, 8192], which `prefill`, `decode_step` and `generate` take.
+      `params` and "packed" [T, 8192], which `prefill`, `decode_step` and `generate` take; with
+      `donate` without the matrices of layers and an untied head, which cannot be used again.
 
     Raises:
       TypeError: arrays of the wrong dtype.
@@ -183,7 +195,17 @@ def pack(params: Params, config: DecoderConfig) -> Params:
     check_params(params, config)
     if not is_usable(params, config, 1):
         return params
-    return {**params, "packed": _pack(params, config)}
+    packed = params["packed"] if "packed" in params else _pack(params, config)
+    if not donate:
+        return {**params, "packed": packed}
+    matrices = {name: params["layers"][name] for name in MATRICES if name in params["layers"]}
+    matrices |= {name: params[name] for name in ("head",) if name in params}
+    for one in matrices.values():
+        if not is_traced(one):
+            one.delete()
+    layers = {name: one for name, one in params["layers"].items() if name not in matrices}
+    outer = {name: one for name, one in params.items() if name not in matrices}
+    return {**outer, "layers": layers, "packed": packed}
 
 
 def pack_weights(params: Params, config: DecoderConfig) -> Array:
@@ -194,33 +216,98 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
     CTA has consecutive rows of a matrix, those of gate and up 8 by 8 by turns, and tiles of 8 rows
     of the head by turns.
     """
-    layers = _fill_up(params["layers"], config)
-    hidden_size = filled_up(config).hidden_size
-    gate_up = layers["gate_up"]
-    stages = [
-        _stages(layers["qkv"][:, None]),
-        _stages(layers["out"][:, None], by_columns=True),
-        _stages(gate_up),
-        _stages(layers["down"][:, None], by_columns=True),
-    ]
-    head = output_matrix(params, config)
-    head = jnp.pad(head, ((0, -head.shape[0] % ROWS), (0, hidden_size - head.shape[1])))
-    tiles = head.reshape(-1, ROWS, WARPS, hidden_size // COLUMNS, 2, 4, 8)
-    tiles = tiles.transpose(0, 3, 2, 4, 1, 5, 6)
-    return jnp.concatenate(
-        [jnp.concatenate(stages, axis=1).reshape(-1, STAGE), tiles.reshape(-1, STAGE)]
-    )
+    stages = pack_layers(params["layers"], config)
+    return jnp.concatenate([stages, pack_head(output_matrix(params, config), config)])
 
 
 _pack = jax.jit(pack_weights, static_argnums=1)
 
 
-def _fill_up(layers: Params, config: DecoderConfig) -> Params:
-    """Returns matrices of layers with the extents of `filled_up`, `gate_up` as [L, 2, F, D]."""
+def pack_layers(layers: Params, config: DecoderConfig) -> Array:
+    """Returns stages of the matrices [L, O, I] of layers."""
+    filled = _fill_up(layers, config)
+    stages = []
+    for name in MATRICES:
+        layout = _layout(config, name)
+        split = filled[name].reshape(config.layers, *layout.extents)
+        axes = (0, *(1 + axis for axis in layout.order))
+        stages.append(split.transpose(axes).reshape(config.layers, -1, STAGE))
+    return jnp.concatenate(stages, axis=1).reshape(-1, STAGE)
+
+
+def pack_head(matrix: Array, config: DecoderConfig) -> Array:
+    """Returns stages of the output matrix [V, D]."""
+    hidden_size = filled_up(config).hidden_size
+    head = jnp.pad(matrix, ((0, -matrix.shape[0] % ROWS), (0, hidden_size - matrix.shape[1])))
+    tiles = head.reshape(-1, ROWS, WARPS, hidden_size // COLUMNS, 2, 4, 8)
+    return tiles.transpose(HEAD_ORDER).reshape(-1, STAGE)
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def put_layer(packed: Array, config: DecoderConfig, layer: Params, index: Array) -> Array:
+    """Returns packed weights, in their place, with the matrices [O, I] of a layer."""
+    one = {name: matrix[None] for name, matrix in layer.items()}
+    stages = pack_layers(one, dataclasses.replace(config, layers=1))
+    return jax.lax.dynamic_update_slice_in_dim(packed, stages, index * len(stages), 0)
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def put_head(packed: Array, config: DecoderConfig, matrix: Array) -> Array:
+    """Returns packed weights, in their place, with the output matrix [V, D]."""
+    stages = pack_head(matrix, config)
+    return jax.lax.dynamic_update_slice_in_dim(packed, stages, len(packed) - len(stages), 0)
+
+
+def unpack(packed: Array, config: DecoderConfig, layer: Array, name: str) -> Array:
+    """Returns a matrix [O, I] of a layer of packed weights."""
+    index, shapes = MATRICES.index(name), _matrices(filled_up(config))
+    counts = [math.prod(shape) // STAGE for shape in shapes]
+    start = layer * sum(counts) + sum(counts[:index])
+    stages = jax.lax.dynamic_slice_in_dim(packed, start, counts[index])
+    extents, order = _layout(config, name)
+    split = stages.reshape([extents[axis] for axis in order])
+    matrix = split.transpose(np.argsort(order)).reshape(shapes[index])
+    return _take_out(matrix, config, name)
+
+
+def unpack_head(packed: Array, config: DecoderConfig) -> Array:
+    """Returns the output matrix [V, D] of packed weights."""
+    hidden_size = filled_up(config).hidden_size
+    parts = hidden_size // COLUMNS
+    count = -(-config.vocab_size // ROWS) * parts
+    tiles = packed[-count:].reshape(-1, parts, WARPS, 2, ROWS, 4, 8)
+    head = tiles.transpose(np.argsort(HEAD_ORDER)).reshape(-1, hidden_size)
+    return head[: config.vocab_size, : config.hidden_size]
+
+
+def _take_out(matrix: Array, config: DecoderConfig, name: str) -> Array:
+    """Returns a matrix without what `_fill_up` adds to it."""
     whole = filled_up(config)
-    gate_up = layers["gate_up"].reshape(config.layers, 2, config.mlp_size, config.hidden_size)
     if whole == config:
-        return {**layers, "gate_up": gate_up}
+        return matrix
+    d, f, size = config.hidden_size, config.mlp_size, config.head_dim
+    places = zip(head_places(config), (config.heads, config.kv_heads), strict=True)
+    queries, kv_heads = (
+        np.array([list(all_heads).index(head) for head in range(count)])
+        for all_heads, count in places
+    )
+    if name == "qkv":
+        rows = [queries, whole.heads + kv_heads, whole.heads + KV_HEADS + kv_heads]
+        heads = matrix.reshape(-1, size, whole.hidden_size)[np.concatenate(rows)]
+        return heads.reshape(-1, whole.hidden_size)[:, :d]
+    if name == "out":
+        return matrix.reshape(whole.hidden_size, -1, size)[:d, queries].reshape(d, -1)
+    if name == "gate_up":
+        return matrix.reshape(2, -1, whole.hidden_size)[:, :f, :d].reshape(-1, d)
+    return matrix[:d, :f]
+
+
+def _fill_up(layers: Params, config: DecoderConfig) -> Params:
+    """Returns matrices of layers with the extents of `filled_up`."""
+    whole = filled_up(config)
+    if whole == config:
+        return layers
+    gate_up = layers["gate_up"].reshape(config.layers, 2, config.mlp_size, config.hidden_size)
 
     def padded(x: Array, *extents: int) -> Array:
         """Fills up the last axes."""
@@ -249,18 +336,25 @@ def _fill_up(layers: Params, config: DecoderConfig) -> Params:
     }
 
 
-def _stages(matrices: Array, by_columns: bool = False) -> Array:
-    """Returns stages [L, T, 8192] of matrices [L, M, O, I], 8 rows of each of M by turns.
+class _Layout(NamedTuple):
+    """How a matrix is split, and the order of the axes in its stages."""
 
-    A CTA has all columns of its first 8 rows, then of the next; or, `by_columns`, all of its rows
-    of the first 1024 columns, then of the next.
+    extents: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def _layout(config: DecoderConfig, name: str) -> _Layout:
+    """Returns the layout of a matrix of a layer, 8 rows of gate and of up by turns.
+
+    A CTA has all columns of its first 8 rows, then of the next; or, of `out` and `down`, all of its
+    rows of the first 1024 columns, then of the next.
     """
-    count, turns, rows, columns = matrices.shape
-    parts = columns // COLUMNS
+    rows, columns = _matrices(filled_up(config))[MATRICES.index(name)]
+    turns, parts = 2 if name == "gate_up" else 1, columns // COLUMNS
     # CTA, group of rows, row; warp, part, tile of 32 columns, lane's 8 columns.
-    split = matrices.reshape(count, turns, CTAS, rows // CTAS // ROWS, ROWS, WARPS, parts, 2, 4, 8)
-    order = (6, 3, 1) if by_columns else (3, 1, 6)
-    return split.transpose(0, *order, 2, 5, 7, 4, 8, 9).reshape(count, -1, STAGE)
+    extents = (turns, CTAS, rows // turns // CTAS // ROWS, ROWS, WARPS, parts, 2, 4, 8)
+    stages = (5, 2, 0) if name in ("out", "down") else (2, 0, 5)
+    return _Layout(extents, (*stages, 1, 4, 6, 3, 7, 8))
 
 
 def init_state(config: DecoderConfig, batch: int) -> Array:

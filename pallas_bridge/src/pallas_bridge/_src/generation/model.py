@@ -19,6 +19,7 @@ from ..checks import as_operand, is_traced
 from ..flash_attention.api import flash_attention
 from ..flash_attention.paged import paged_attention
 from ..keywords import hinted
+from ..operation import Implementation
 from ..norm.api import rms_norm
 from ..rope.api import rope
 from ..rope.qk_norm import qk_norm_rope
@@ -28,13 +29,11 @@ from . import cpu_kernels, kernel
 from .cache import Cache
 from .config import DecoderConfig
 from .cpu_kernels import linear
-from .parameters import Params, check_params, output_matrix
+from .parameters import MATRICES, Params, are_packed_alone, check_params, output_matrix
 
 Array = jax.Array
 # Keys of a page, in which kernels for GPUs read a cache; a power of two.
 LARGEST_PAGE = 128
-# Those of a layer, by their names in the parameters.
-MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 @hinted
@@ -190,10 +189,11 @@ def step_by_layers(
     cache: Cache,
     tokens: Array,
     positions: Array,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Cache]:
     """Returns logits [B, V] and the cache after tokens [B] at positions [B], layer by layer.
 
-    `on_cpu` tells whether CPUs run their kernels.
+    `on_cpu` tells whether CPUs run their kernels; `implementation` "reference" is XLA's program.
     """
     batch, length = cache.keys.shape[1:3]
     is_valid = _is_token(tokens, config) & (positions >= 0) & (positions < length)
@@ -225,28 +225,35 @@ def step_by_layers(
             cache.values.at[layer, rows, written].set(v[:, 0], mode="drop"),
         )
         operands = (q, *cache, layer, positions + 1)
-        in_layer, in_pages = (partial(one, config) for one in (attend_in_layer, attend_in_pages))
-        if q.dtype == jnp.float32:
+        in_layer = partial(attend_in_layer, config, implementation=implementation)
+        in_pages = partial(attend_in_pages, config)
+        if q.dtype == jnp.float32 or implementation == "reference":
             return in_layer(*operands), cache
         o = jax.lax.platform_dependent(*operands, cuda=in_pages, default=in_layer)
         return o, cache
 
-    x, cache = hidden_states(
-        params, config, cache, tokens[:, None], positions[:, None], attend, on_cpu=on_cpu
-    )
+    places = tokens[:, None], positions[:, None]
+    how: Any = {"on_cpu": on_cpu, "implementation": implementation}
+    x, cache = hidden_states(params, config, cache, *places, attend, **how)
     return jnp.where(is_valid[:, None], _logits(params, config, x[:, 0], on_cpu), jnp.nan), cache
 
 
 def attend_in_layer(
-    config: DecoderConfig, q: Array, keys: Array, values: Array, layer: Array, lengths: Array
+    config: DecoderConfig,
+    q: Array,
+    keys: Array,
+    values: Array,
+    layer: Array,
+    lengths: Array,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Returns the attention of q [B, 1, H, head_dim] over the first `lengths` [B] keys of a layer.
 
     `keys` and `values` are those of a cache.
     """
-    window = _window(config)
+    window, how = _window(config), {"implementation": implementation}
     k, v = keys[layer], values[layer]
-    return flash_attention(q, k, v, causal=True, window=window, kv_lengths=lengths)
+    return flash_attention(q, k, v, causal=True, window=window, kv_lengths=lengths, **how)
 
 
 def attend_in_pages(
@@ -273,6 +280,7 @@ def hidden_states(
     attend: Callable[[Array, Any, Array, Array, Array], tuple[Array, Any]],
     *,
     on_cpu: bool = False,
+    implementation: Implementation | None = None,
 ) -> tuple[Array, Any]:
     """Returns hidden states [B, T, D] after the last norm, and the state.
 
@@ -285,26 +293,31 @@ def hidden_states(
         attend: Takes the layer's index, the state, q [B, T, H, head_dim], k and v
             [B, T, K, head_dim], and returns the attention's output, of q's shape, and the state.
         on_cpu: Whether CPUs multiply few tokens by their kernel.
+        implementation: That of norms, RoPE and activations.
     """
     tables = position_tables(config, positions)
     x = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
-    norm = partial(rms_norm, eps=config.eps)
+    how: Any = {"implementation": implementation}
+    norm = partial(rms_norm, eps=config.eps, **how)
     # The matrices of all layers, from which the kernel reads a layer's where they are.
-    matrices = {name: params["layers"][name] for name in MATRICES}
-    vectors = {name: one for name, one in params["layers"].items() if name not in matrices}
+    matrices = {} if are_packed_alone(params) else {name: params["layers"][name] for name in MATRICES}
+    vectors = {name: one for name, one in params["layers"].items() if name not in MATRICES}
 
     def layer(carry: Any, arrays: Any) -> tuple[Any, None]:
         branch, residual, state = carry
         index, weights = arrays
 
         def times(name: str, x: Array) -> Array:
-            return linear(x, matrices[name], index, by_kernel=on_cpu)
+            if matrices:
+                return linear(x, matrices[name], index, by_kernel=on_cpu)
+            matrix = kernel.unpack(params["packed"], config, index, name)
+            return linear(x, matrix[None], 0, by_kernel=on_cpu)
 
         x, residual = norm(branch, weights["attention_norm"], residual=residual)
-        o, state = attend(index, state, *_heads(config, weights, times("qkv", x), tables))
+        o, state = attend(index, state, *_heads(config, weights, times("qkv", x), tables, how))
         branch = times("out", o.reshape(*x.shape[:2], -1))
         x, residual = norm(branch, weights["mlp_norm"], residual=residual)
-        branch = times("down", swiglu(times("gate_up", x)))
+        branch = times("down", swiglu(times("gate_up", x), **how))
         return (branch, residual, state), None
 
     arrays = (jnp.arange(config.layers, dtype=jnp.int32), vectors)
@@ -318,7 +331,9 @@ def position_tables(config: DecoderConfig, positions: Array) -> list[Array]:
     return rope_tables(positions, *angles)
 
 
-def _heads(config: DecoderConfig, weights: Params, qkv: Array, tables: Any) -> tuple[Array, ...]:
+def _heads(
+    config: DecoderConfig, weights: Params, qkv: Array, tables: Any, how: Any
+) -> tuple[Array, ...]:
     """Returns queries and keys after RoPE, and values, of the product for all of them."""
     if config.qkv_bias:
         qkv = qkv + match_rank(weights["qkv_bias"].astype(qkv.dtype), qkv)
@@ -326,13 +341,14 @@ def _heads(config: DecoderConfig, weights: Params, qkv: Array, tables: Any) -> t
     q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
     if config.qk_norm:
         norms = weights["q_norm"], weights["k_norm"]
-        return *qk_norm_rope(q, k, *norms, eps=config.eps, tables=tables), v
-    return *rope(q, k, tables=tables), v
+        return *qk_norm_rope(q, k, *norms, eps=config.eps, tables=tables, **how), v
+    return *rope(q, k, tables=tables, **how), v
 
 
 def _logits(params: Params, config: DecoderConfig, x: Array, on_cpu: bool) -> Array:
-    matrix = output_matrix(params, config)[None]
-    return linear(x, matrix, 0, jnp.float32, by_kernel=on_cpu)
+    is_unpacked = are_packed_alone(params) and not config.tied_head
+    matrix = kernel.unpack_head(params["packed"], config) if is_unpacked else output_matrix(params, config)
+    return linear(x, matrix[None], 0, jnp.float32, by_kernel=on_cpu)
 
 
 def _window(config: DecoderConfig) -> tuple[int, int] | None:

@@ -18,6 +18,8 @@ from .config import DecoderConfig
 Array = jax.Array
 Shapes = dict[str, tuple[int, ...]]
 Params = dict[str, Any]
+# Those of a layer, by their names; the kernel for Hopper streams copies of them.
+MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 def layer_shapes(config: DecoderConfig) -> Shapes:
@@ -49,6 +51,11 @@ def outer_shapes(config: DecoderConfig) -> Shapes:
     return shapes if config.tied_head else {**shapes, "head": table}
 
 
+def are_packed_alone(params: Params) -> bool:
+    """Returns whether parameters have their matrices as `kernel.pack` makes them and no others."""
+    return "packed" in params and not params["layers"].keys() & set(MATRICES)
+
+
 def output_matrix(params: Params, config: DecoderConfig) -> jax.Array:
     """Returns the matrix [V, D] of logits: the embedding where the head is tied to it."""
     matrix: jax.Array = params["embedding" if config.tied_head else "head"]
@@ -66,7 +73,7 @@ def are_on_one_device(arrays: Iterable[Array], devices: int) -> bool:
 
 
 def check_params(params: Params, config: DecoderConfig) -> None:
-    """Checks the names, shapes and dtypes of parameters.
+    """Checks the names, shapes and dtypes of parameters but for those of packed weights.
 
     Raises:
         TypeError: an array has another dtype than float32, bfloat16 or float16.
@@ -74,6 +81,9 @@ def check_params(params: Params, config: DecoderConfig) -> None:
     """
     stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     outer = outer_shapes(config)
+    if "layers" in params and are_packed_alone(params):
+        stacked = {name: shape for name, shape in stacked.items() if name not in MATRICES}
+        outer.pop("head", None)
     given = {**params, "layers": None}
     given.pop("packed", None)
     _check_arrays("params", given, {**outer, "layers": ()})
