@@ -454,7 +454,6 @@ def test_a_block_of_steps_may_be_longer_than_what_is_generated(count: int) -> No
             *arrays,
             program.check_sampling(0.0, None, None, None),
             jnp.zeros(1, jnp.int32),
-            None,
         ),
         params,
     )
@@ -475,7 +474,6 @@ def test_the_loop_runs_the_kernel() -> None:
             jnp.array([0]),
             program.check_sampling(temperature, None, None, None),
             jnp.zeros(0, jnp.int32),
-            None,
         )
         assert kernel.TARGET in lowered.as_text()
         assert (sampling_kernel.TARGET in lowered.as_text()) == (temperature > 0)
@@ -487,7 +485,9 @@ def draw(logits: Any, seeds: Any, step: int, has_kernel: bool, **options: Any) -
 
     def run(logits: Any, seeds: Any, given: Any) -> tuple[Any, Any]:
         starts = jnp.full(seeds.shape, 2)
-        sampler = sampling.make_sampler(seeds, sampling.Sampling(**given), has_kernel, starts)
+        sampler = sampling.make_sampler(
+            sampling.make_keys(seeds), sampling.Sampling(**given), has_kernel, starts
+        )
         return sampler(logits, step - starts)
 
     found: tuple[Any, Any] = jax.jit(run)(logits, jnp.asarray(seeds), given)
@@ -499,7 +499,7 @@ def draw(logits: Any, seeds: Any, step: int, has_kernel: bool, **options: Any) -
 def test_the_call_that_draws_is_as_declared(rows: int, bounds: str) -> None:
     def run(logits: Any, seeds: Any) -> Any:
         options = sampling.Sampling(0.7, None, 0.9, None)
-        return sampling.make_sampler(seeds, options, True)(logits, seeds)
+        return sampling.make_sampler(sampling.make_keys(seeds), options, True)(logits, seeds)
 
     traced = jax.jit(run).trace(jnp.zeros((rows, 50), jnp.bfloat16), jnp.zeros(rows, jnp.int32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -46,7 +46,7 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
         ) from error
 
 
-def as_operand(name: str, value: Any, right: str) -> Any:
+def as_operand(name: str, value: Any, right: str) -> jax.Array:
     """Returns what `as_array` does, but arrays on the host in NumPy, which a jitted call transfers.
 
     Making arrays of JAX of them would start programs of their own.
@@ -59,13 +59,13 @@ def as_operand(name: str, value: Any, right: str) -> Any:
         return value
     refuse_none(name, value, right)
     try:
-        array = np.asarray(value)
+        array: Any = np.asarray(value)
     except ValueError as error:
         raise TypeError(
             f"{name} is of type {type(value).__name__}, of which NumPy makes no array; it must be "
             f"an array {right}"
         ) from error
-    held = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    held: jax.Array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if array.dtype.kind in "iu" and (held != array).any():
         raise OverflowError(f"{name} has integers beyond {held.dtype}")
     return held

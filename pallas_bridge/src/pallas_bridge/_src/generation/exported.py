@@ -22,7 +22,7 @@ from .config import DecoderConfig
 from .generate import STEPS_OF_BLOCK
 from .model import LARGEST_PAGE, position_tables, step_by_layers
 from .parameters import Params, layer_shapes, outer_shapes
-from .sampling import Sampling, check_sampling, make_sampler
+from .sampling import Sampling, check_sampling, make_keys, make_sampler
 
 Array = jax.Array
 # Rows of words that are read, which XLA's threads on CPUs share.
@@ -129,7 +129,7 @@ def _run_steps(cell: Cell, sampling: Sampling, steps: Array) -> tuple[Array, Arr
     on_cpu = cell.platform == "cpu" and cpu_kernels.are_there() and not cell.is_dense
     has_kernel, by_layers = _has_kernel(cell), partial(step_by_layers, config, on_cpu)
     has_sampler = sampling_kernel.covers(config.vocab_size) and not cell.is_dense
-    sampler = make_sampler(jnp.arange(batch), sampling, has_sampler)
+    sampler = make_sampler(make_keys(jnp.arange(batch)), sampling, has_sampler)
     packed: Any = kernel.pack_weights(params, config) if has_kernel else None
     tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
     state = kernel.init_state(config, batch) if has_kernel else None

@@ -1,6 +1,6 @@
 """Text generation in one program: prefill, then a loop of steps on the device."""
 
-import itertools
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 from jax.typing import ArrayLike
 
 from ..checks import as_array, is_traced
@@ -25,7 +24,7 @@ from .model import (
     prefill,
 )
 from .parameters import Params, check_params
-from .sampling import Sampling, check_sampling, make_sampler
+from .sampling import Sampling, check_sampling, make_keys, make_sampler
 
 Array = jax.Array
 
@@ -37,22 +36,6 @@ class OnTokens(Protocol):
         """Takes the tokens of a step."""
 
 
-class _Listener:
-    """A function that takes tokens on the host, and the first exception that it raised."""
-
-    def __init__(self, function: OnTokens) -> None:
-        self.function = function
-        self.error: BaseException | None = None
-
-    def give(self, step: int, tokens: np.ndarray) -> None:
-        """Calls the function, unless it has raised: JAX runs no callback after one that raises."""
-        if self.error is None:
-            try:
-                self.function(step, tokens)
-            except BaseException as error:
-                self.error = error
-
-
 # Lists of prompts are padded to a multiple of this, so that few lengths are compiled.
 PROMPT_STEP = 32
 # The least tokens for which weights are packed.
@@ -60,10 +43,8 @@ LEAST_TOKENS = 8
 # Steps of the kernel after which the host looks whether all sequences have ended: for each look the
 # device waits. Steps after the end are empty launches.
 STEPS_OF_BLOCK = 16
-# Functions that running programs give tokens to, by a number that is an operand: a function that is
-# a constant of the program would have it compiled for each.
-_LISTENERS: dict[int, _Listener] = {}
-_NUMBERS = itertools.count()
+# Calls of a step that are started before the tokens of the first of them are read.
+CALLS_AHEAD = 3
 
 
 class Generated(NamedTuple):
@@ -99,6 +80,8 @@ def generate(
 ) -> Generated:
     """Continues prompts, in one program on the device that ends when all sequences have.
 
+    With `on_tokens` each step is a call, a few of which are started before tokens are read.
+
     A sequence's tokens depend on its own prompt and seed only, but for the rounding of matrix
     products, whose order may change with the number of sequences.
 
@@ -115,9 +98,8 @@ def generate(
       top_p: see there.
       min_p: see there.
       stop_tokens: token ids that end a sequence.
-      on_tokens: called on the host after each step while the device goes on, with the step, from 0,
-        and tokens [B], -1 for sequences that have ended. `generate` then returns after the last
-        call, or raises the first exception of these calls.
+      on_tokens: called after each step while the device goes on, with the step, from 0, and tokens
+        [B], -1 for sequences that have ended. An exception that it raises ends `generate`.
 
     Returns:
       `Generated`. A row with a token outside the vocabulary in an array on the device has length 0.
@@ -158,42 +140,122 @@ def generate(
     )
     has_sampler = sampling_kernel.is_usable(jax.tree.leaves(params), config.vocab_size)
     static = config, int(max_new_tokens), has_kernel, has_sampler
-    run = partial(_generate, static, params, tokens, lengths, seeds, sampling)
-    found: Generated
-    if on_tokens is None:
-        found = run(stops, None)
-        return found
-    if is_traced(tokens):
-        raise TypeError("prompts is traced and on_tokens is given; call generate outside of jit")
-    number, listener = next(_NUMBERS), _Listener(on_tokens)
-    _LISTENERS[number] = listener
-    try:
-        found = jax.block_until_ready(run(stops, number))
-        jax.effects_barrier()
-    finally:
-        del _LISTENERS[number]
-    if listener.error is not None:
-        raise listener.error
+    operands = (tokens, lengths, seeds, sampling, stops)
+    if on_tokens is not None:
+        if is_traced(tokens):
+            raise TypeError(
+                "prompts is traced and on_tokens is given; call generate outside of jit"
+            )
+        return _stream(static, params, *operands, on_tokens)
+    found: Generated = _generate(static, params, *operands)
     return found
 
 
-# The config, `max_new_tokens`, and whether there is a kernel of a step and one that draws.
-Static = tuple[DecoderConfig, int, bool, bool]
+# The config, `max_new_tokens` or None for no end, and whether there is a kernel of a step and one
+# that draws.
+Static = tuple[DecoderConfig, int | None, bool, bool]
 # Tokens [B] and their log-probabilities [B].
 Drawn = tuple[Array, Array]
 
 
+class _Given(NamedTuple):
+    """What all steps read: for the kernel, else None, weights packed here and RoPE's tables.
+
+    And keys [B, 2] of noise, and `starts` [B]: a token's step less its position.
+    """
+
+    packed: Array | None
+    tables: list[Array] | None
+    keys: Array
+    starts: Array
+
+
+class _State(NamedTuple):
+    """What a step updates: its number, the cache, and the kernel's state, else None."""
+
+    step: Array
+    cache: Cache
+    words: Array | None
+
+
+def _on_each_platform(function: Any, static: Static, *operands: Any) -> Any:
+    """Runs a function of `static` with the kernel where there is one, and without it elsewhere."""
+    config, max_new_tokens, has_kernel, has_sampler = static
+    without = partial(function, (config, max_new_tokens, False, has_sampler))
+    if not has_kernel:
+        return without(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=partial(function, static), default=without)
+
+
 @partial(jax.jit, static_argnums=0)
 def _generate(static: Static, *operands: Any) -> Generated:
-    """Runs `_run` with the kernel where there is one, and without it on other platforms."""
-    config, max_new_tokens, has_kernel, has_sampler = static
-    run = partial(_run, (config, max_new_tokens, False, has_sampler))
-    if not has_kernel:
-        return run(*operands)
-    found: Generated = jax.lax.platform_dependent(
-        *operands, cuda=partial(_run, static), default=run
-    )
+    found: Generated = _on_each_platform(_run, static, *operands)
     return found
+
+
+def _begin(
+    static: Static,
+    params: Params,
+    prompts: Array,
+    prompt_lengths: Array,
+    seeds: Array,
+    sampling: Sampling,
+) -> tuple[Drawn, _State, _Given]:
+    """Returns the first tokens, and what steps after them take."""
+    config, max_new_tokens, has_kernel, has_sampler = static
+    batch, most = prompts.shape
+    length = -(-(most + (max_new_tokens or 0)) // LARGEST_PAGE) * LARGEST_PAGE
+    cache = init_cache(config, batch, length, dtype=params["embedding"].dtype)
+    logits, cache = prefill(params, config, cache, prompts, prompt_lengths)
+    packed: Any = None
+    tables = words = None
+    if has_kernel:
+        packed = None if "packed" in params else kernel.pack_weights(params, config)
+        tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
+        words = kernel.init_state(config, batch)
+    given = _Given(packed, tables, make_keys(seeds), 1 - prompt_lengths)
+    # A sampler's steps are positions, which are there for the decoder, less the first ones.
+    sampler = make_sampler(given.keys, sampling, has_sampler, given.starts)
+    drawn = sampler(logits, -given.starts)
+    return drawn, _State(jnp.int32(1), cache, words), given
+
+
+def _have_ended(tokens: Array, stop_tokens: Array) -> Array:
+    """Returns which sequences have ended, by the last tokens drawn."""
+    return (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
+
+
+def _advance(
+    static: Static,
+    params: Params,
+    sampling: Sampling,
+    stop_tokens: Array,
+    given: _Given,
+    state: _State,
+    tokens: Array,
+    positions: Array,
+) -> tuple[Drawn, _State]:
+    """Returns the tokens that follow the last ones, which are at `positions`."""
+    config, max_new_tokens, has_kernel, has_sampler = static
+    step, cache, words = state
+    has_ended = _have_ended(tokens, stop_tokens)
+    if max_new_tokens is not None:
+        has_ended |= step >= max_new_tokens
+    # Of a sequence that has ended the token is -1: its row has NaN logits, of which -1 is drawn,
+    # and is not written. Nothing but this is computed between two steps.
+    tokens = jnp.where(has_ended, -1, tokens)
+    sampler = make_sampler(given.keys, sampling, has_sampler, given.starts)
+    if has_kernel:
+        packed: Any = params["packed"] if given.packed is None else given.packed
+        tables: Any = given.tables
+        one = kernel.step(params, config, packed, tables, cache, words, tokens, positions)
+        cache, words = Cache(one.keys, one.values), one.state
+        is_greedy = sampling.temperature is None
+        drawn = (one.token, one.logp) if is_greedy else sampler(one.logits, positions)
+    else:
+        logits, cache = decode_step(params, config, cache, tokens, positions)
+        drawn = sampler(logits, positions)
+    return drawn, _State(step + 1, cache, words)
 
 
 def _run(
@@ -204,92 +266,99 @@ def _run(
     seeds: Array,
     sampling: Sampling,
     stop_tokens: Array,
-    listener: Any,
 ) -> Generated:
-    config, max_new_tokens, has_kernel, has_sampler = static
-    batch, most = prompts.shape
-    dtype = params["embedding"].dtype
-    length = -(-(most + max_new_tokens) // LARGEST_PAGE) * LARGEST_PAGE
-    cache = init_cache(config, batch, length, dtype=dtype)
-    logits, cache = prefill(params, config, cache, prompts, prompt_lengths)
-    state = None
-    if has_kernel:
-        packed: Any = params.get("packed")
-        packed = kernel.pack_weights(params, config) if packed is None else packed
-        tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
-        state = kernel.init_state(config, batch)
-    # Steps until the host looks whether all have ended; a listener is called for each of them.
-    count = STEPS_OF_BLOCK if has_kernel and listener is None else 1
-    # A sampler's steps are positions, which are there for the decoder, less the first ones.
-    sampler = make_sampler(seeds, sampling, has_sampler, 1 - prompt_lengths)
-
-    def positions_of(step: Any) -> Any:
-        return prompt_lengths + step - 1
-
-    def finish(step: Any, drawn: Drawn) -> Drawn:
-        if listener is not None:
-            io_callback(_give, None, listener, step, drawn[0], ordered=True)
-        return drawn
-
-    def have_ended(tokens: Array) -> Array:
-        """Returns which sequences have ended, by the last tokens drawn."""
-        return (tokens < 0) | (tokens[:, None] == stop_tokens[None]).any(1)
-
-    def run_step(carry: Any, positions: Array) -> tuple[Any, Drawn]:
-        step, cache, state, tokens = carry
-        # Of a sequence that has ended the token is -1: its row has NaN logits, of which -1 is
-        # drawn, and is not written. Nothing but this is computed between two steps.
-        tokens = jnp.where(have_ended(tokens) | (step >= max_new_tokens), -1, tokens)
-        if has_kernel:
-            one = kernel.step(params, config, packed, tables, cache, state, tokens, positions)
-            cache, state = Cache(one.keys, one.values), one.state
-            is_greedy = sampling.temperature is None
-            drawn = (one.token, one.logp) if is_greedy else sampler(one.logits, positions)
-        else:
-            logits, cache = decode_step(params, config, cache, tokens, positions)
-            drawn = sampler(logits, positions)
-        drawn = finish(step, drawn)
-        return (step + 1, cache, state, drawn[0]), drawn
+    _, most, has_kernel, _ = static
+    max_new_tokens = most or 0
+    drawn, state, given = _begin(static, params, prompts, prompt_lengths, seeds, sampling)
+    # Steps until the host looks whether all have ended.
+    count = STEPS_OF_BLOCK if has_kernel else 1
+    advance = partial(_advance, static, params, sampling, stop_tokens, given)
 
     def run_block(carry: Any) -> Any:
-        found, rest = carry
-        start = jnp.int32(0), rest[0]
+        found, state, tokens = carry
+        start = jnp.int32(0), state.step
         block = []
         # Unrolled, appended at once, and all positions before: a small kernel between two steps
         # takes 2 us.
-        positions = [positions_of(rest[0] + index) for index in range(count)]
+        positions = [state.step + index - given.starts for index in range(count)]
         for one in jax.lax.optimization_barrier(positions):
-            rest, drawn = run_step(rest, one)
+            drawn, state = advance(state, tokens, one)
+            tokens, _ = drawn
             block.append(drawn)
-        tokens, logps = (jnp.stack(ones, 1) for ones in zip(*block, strict=True))
-        return [
+        stacked = [jnp.stack(ones, 1) for ones in zip(*block, strict=True)]
+        found = [
             jax.lax.dynamic_update_slice(all_steps, ones, start)
-            for all_steps, ones in zip(found, (tokens, logps), strict=True)
-        ], rest
+            for all_steps, ones in zip(found, stacked, strict=True)
+        ]
+        return found, state, tokens
 
     def goes_on(carry: Any) -> Any:
-        _, (step, *_, tokens) = carry
-        return (step < max_new_tokens) & ~have_ended(tokens).all()
+        _, state, tokens = carry
+        return (state.step < max_new_tokens) & ~_have_ended(tokens, stop_tokens).all()
 
-    drawn = finish(0, sampler(logits, positions_of(0)))
     columns = 1 + -(-max(max_new_tokens - 1, 1) // count) * count
     found = [
-        jnp.full((batch, columns), rest, one.dtype).at[:, 0].set(one)
+        jnp.full((len(one), columns), rest, one.dtype).at[:, 0].set(one)
         for rest, one in zip((-1, 0.0), drawn, strict=True)
     ]
-    carry = found, (jnp.int32(1), cache, state, drawn[0])
-    tokens, logps = (
-        one[:, :max_new_tokens] for one in jax.lax.while_loop(goes_on, run_block, carry)[0]
-    )
+    found, *_ = jax.lax.while_loop(goes_on, run_block, (found, state, drawn[0]))
+    tokens, logps = (one[:, :max_new_tokens] for one in found)
     logps = jnp.where(tokens < 0, 0.0, logps)
     return Generated(tokens, (tokens >= 0).sum(1, dtype=jnp.int32), logps)
 
 
-def _give(listener: Any, step: Any, tokens: Any) -> None:
-    # None after an interrupt, when the program may still run.
-    found = _LISTENERS.get(int(listener))
-    if found is not None:
-        found.give(int(step), np.asarray(tokens))
+_first = jax.jit(_begin, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _next(
+    static: Static,
+    params: Params,
+    sampling: Sampling,
+    stop_tokens: Array,
+    given: _Given,
+    state: _State,
+    tokens: Array,
+) -> tuple[Drawn, _State]:
+    operands = (params, sampling, stop_tokens, given, state, tokens, state.step - given.starts)
+    found: tuple[Drawn, _State] = _on_each_platform(_advance, static, *operands)
+    return found
+
+
+def _stream(
+    static: Static,
+    params: Params,
+    prompts: Array,
+    prompt_lengths: Array,
+    seeds: Array,
+    sampling: Sampling,
+    stop_tokens: Array,
+    on_tokens: OnTokens,
+) -> Generated:
+    """Runs a step a call, and hands out its tokens."""
+    config, most, has_kernel, has_sampler = static
+    max_new_tokens = most or 0
+    if has_kernel and "packed" not in params:
+        params = {**params, "packed": kernel.pack_alone(params, config)}
+    sampling, stops = jax.device_put((sampling, stop_tokens))
+    drawn, state, given = _first(static, params, prompts, prompt_lengths, seeds, sampling)
+    advance = partial(_next, (config, None, has_kernel, has_sampler), params, sampling, stops)
+    tokens = np.full((len(prompts), max_new_tokens), -1, np.int32)
+    logps = np.zeros(tokens.shape, np.float32)
+    waiting = deque([drawn])
+    for step in range(max_new_tokens):
+        while len(waiting) <= min(CALLS_AHEAD, max_new_tokens - step - 1):
+            drawn, state = advance(given, state, drawn[0])
+            jax.tree.map(lambda one: one.copy_to_host_async(), drawn)
+            waiting.append(drawn)
+        last, logps[:, step] = map(np.asarray, waiting.popleft())
+        tokens[:, step] = last
+        on_tokens(step, last)
+        if ((last < 0) | np.isin(last, stop_tokens)).all():
+            break
+    logps[tokens < 0] = 0.0
+    lengths = (tokens >= 0).sum(1, dtype=np.int32)
+    return Generated(*map(jnp.asarray, (tokens, lengths, logps)))
 
 
 def _padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -195,7 +195,7 @@ def pack(params: Params, config: DecoderConfig, *, donate: bool = False) -> Para
     check_params(params, config)
     if not is_usable(params, config, 1):
         return params
-    packed = params["packed"] if "packed" in params else _pack(params, config)
+    packed = params["packed"] if "packed" in params else pack_alone(params, config)
     if not donate:
         return {**params, "packed": packed}
     matrices = {name: params["layers"][name] for name in MATRICES if name in params["layers"]}
@@ -220,7 +220,7 @@ def pack_weights(params: Params, config: DecoderConfig) -> Array:
     return jnp.concatenate([stages, pack_head(output_matrix(params, config), config)])
 
 
-_pack = jax.jit(pack_weights, static_argnums=1)
+pack_alone = jax.jit(pack_weights, static_argnums=1)
 
 
 def pack_layers(layers: Params, config: DecoderConfig) -> Array:

@@ -19,8 +19,8 @@ from ..checks import as_operand, is_traced
 from ..flash_attention.api import flash_attention
 from ..flash_attention.paged import paged_attention
 from ..keywords import hinted
-from ..operation import Implementation
 from ..norm.api import rms_norm
+from ..operation import Implementation
 from ..rope.api import rope
 from ..rope.qk_norm import qk_norm_rope
 from ..rope.scaling import frequencies
@@ -251,9 +251,11 @@ def attend_in_layer(
 
     `keys` and `values` are those of a cache.
     """
-    window, how = _window(config), {"implementation": implementation}
-    k, v = keys[layer], values[layer]
-    return flash_attention(q, k, v, causal=True, window=window, kv_lengths=lengths, **how)
+    how: Any = {"window": _window(config), "implementation": implementation}
+    o: Array = flash_attention(
+        q, keys[layer], values[layer], causal=True, kv_lengths=lengths, **how
+    )
+    return o
 
 
 def attend_in_pages(
@@ -300,7 +302,9 @@ def hidden_states(
     how: Any = {"implementation": implementation}
     norm = partial(rms_norm, eps=config.eps, **how)
     # The matrices of all layers, from which the kernel reads a layer's where they are.
-    matrices = {} if are_packed_alone(params) else {name: params["layers"][name] for name in MATRICES}
+    matrices = (
+        {} if are_packed_alone(params) else {name: params["layers"][name] for name in MATRICES}
+    )
     vectors = {name: one for name, one in params["layers"].items() if name not in MATRICES}
 
     def layer(carry: Any, arrays: Any) -> tuple[Any, None]:
@@ -347,7 +351,11 @@ def _heads(
 
 def _logits(params: Params, config: DecoderConfig, x: Array, on_cpu: bool) -> Array:
     is_unpacked = are_packed_alone(params) and not config.tied_head
-    matrix = kernel.unpack_head(params["packed"], config) if is_unpacked else output_matrix(params, config)
+    matrix = (
+        kernel.unpack_head(params["packed"], config)
+        if is_unpacked
+        else output_matrix(params, config)
+    )
     return linear(x, matrix[None], 0, jnp.float32, by_kernel=on_cpu)
 
 
@@ -359,7 +367,7 @@ def _is_token(tokens: Array, config: DecoderConfig) -> Array:
     return (tokens >= 0) & (tokens < config.vocab_size)
 
 
-def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Any:
+def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Array:
     """Returns token ids in int32, with so many axes.
 
     Raises:
@@ -375,14 +383,14 @@ def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> An
 
 def check_integers(
     name: str, value: Any, shape: tuple[int, ...], least: int, most: int, last: str
-) -> Any:
+) -> Array:
     """Returns integers in int32; those on the host are held to their range, and stay there."""
     array = as_operand(name, value, f"of integers, of shape {shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
-    if not isinstance(array, jax.Array):
+    if not isinstance(value, jax.Array):
         wrong = array[(array < least) | (array > most)]
         if wrong.size:
             raise ValueError(f"{name} has {wrong[0]}; it must be {least} to {most}, {last}")

@@ -83,7 +83,12 @@ def _sample(
     logits: Array, seeds: Array, steps: Array, options: Sampling, has_kernel: bool
 ) -> tuple[Array, Array]:
     steps = jnp.broadcast_to(steps, seeds.shape)
-    return make_sampler(seeds, options, has_kernel)(logits, steps)
+    return make_sampler(make_keys(seeds), options, has_kernel)(logits, steps)
+
+
+def make_keys(seeds: Array) -> Array:
+    """Returns the bits of a key of threefry2x32 for each seed, [B, 2]."""
+    return jax.random.key_data(jax.vmap(_key)(seeds))
 
 
 def check_sampling(
@@ -116,19 +121,18 @@ def check_sampling(
 
 
 def make_sampler(
-    seeds: Array, options: Sampling, has_kernel: bool, starts: Array | None = None
+    keys: Array, options: Sampling, has_kernel: bool, starts: Array | None = None
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """Returns a function of logits [B, V] and steps [B] that returns what `sample` does.
 
     Args:
-        seeds: [B].
+        keys: As `make_keys` makes them.
         options: Those of `sample`, checked.
         has_kernel: Whether GPUs draw by their kernel.
         starts: What is added to steps, [B]; None for 0. The kernel adds it, and takes what its
             caller has at hand.
     """
-    keys = jax.random.key_data(jax.vmap(_key)(seeds))
-    starts = jnp.zeros(seeds.shape, jnp.int32) if starts is None else starts
+    starts = jnp.zeros(len(keys), jnp.int32) if starts is None else starts
     if options.temperature is None or not has_kernel:
         return lambda logits, steps: _draw(
             logits.astype(jnp.float32), keys, steps + starts, options
