@@ -313,6 +313,7 @@ def _plan(request: str) -> Any:
     return only
 
 
+@cache
 def has(platform: str, target: str) -> bool:
     """Whether the library is there and has `target` for `platform`."""
     outcome = attempt()

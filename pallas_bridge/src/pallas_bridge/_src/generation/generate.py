@@ -247,8 +247,8 @@ def _advance(
     sampler = make_sampler(given.keys, sampling, has_sampler, given.starts)
     if has_kernel:
         packed: Any = params["packed"] if given.packed is None else given.packed
-        tables: Any = given.tables
-        one = kernel.step(params, config, packed, tables, cache, words, tokens, positions)
+        operands: Any = (given.tables, cache, words, tokens, positions)
+        one = kernel.step(params, config, packed, *operands)
         cache, words = Cache(one.keys, one.values), one.state
         is_greedy = sampling.temperature is None
         drawn = (one.token, one.logp) if is_greedy else sampler(one.logits, positions)

@@ -79,17 +79,18 @@ def covers(config: DecoderConfig, batch: int = 1) -> bool:
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:
     """Returns whether the kernel runs where a program is compiled for CUDA."""
-    arrays = jax.tree.leaves({name: one for name, one in params.items() if name != "packed"})
-    if not covers(config, batch):
-        return False
-    if any(one.dtype != jnp.bfloat16 for one in arrays):
-        return False
+    arrays = jax.tree.leaves(params)
+    is_for_them = covers(config, batch) and _are_in_bfloat16(params)
+    return is_for_them and is_there_for(arrays)
+
+
+def _are_in_bfloat16(params: Params) -> bool:
+    return all(one.dtype == jnp.bfloat16 for one in jax.tree.leaves(params))
+
+
+def is_there_for(arrays: Iterable[Array]) -> bool:
+    """Returns whether the kernel runs on arrays where a program is compiled for CUDA."""
     return is_there(TARGET, arrays, is_large_hopper)
-
-
-def is_there_for(config: DecoderConfig) -> bool:
-    """Returns whether the kernel runs with parameters in bfloat16 on a device of this process."""
-    return covers(config) and is_there(TARGET, (), is_large_hopper)
 
 
 def is_there(target: str, arrays: Iterable[Array], suits: Callable[[Any], bool]) -> bool:
@@ -106,6 +107,15 @@ def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
     Raises:
         ValueError: packed weights of another config.
     """
+    return fits(params, config, batch) and is_usable(params, config, batch)
+
+
+def fits(params: Params, config: DecoderConfig, batch: int) -> bool:
+    """Returns whether parameters are packed, in the dtype of the kernel, which is for the batch.
+
+    Raises:
+        ValueError: packed weights of another config.
+    """
     packed = params.get("packed")
     if packed is None:
         return False
@@ -116,7 +126,7 @@ def is_packed(params: Params, config: DecoderConfig, batch: int) -> bool:
         raise ValueError(
             f'params["packed"] has shape {jnp.shape(packed)}; of this config it must be {shape}'
         )
-    return is_usable(params, config, batch)
+    return covers(config, batch) and _are_in_bfloat16(params)
 
 
 def is_hopper(device: Any) -> bool:

@@ -103,14 +103,18 @@ def decode_step(
       ValueError: arrays of the wrong shape, a cache that was donated before, or, in arrays that are
         not on a device, a token or position outside its range.
     """
-    check_params(params, config)
+    # Parameters are checked as the call is traced: this is called for each token.
+    if "embedding" not in params:
+        check_params(params, config)
     tokens = check_tokens("tokens", tokens, config, 1)
     length = _check_cache(cache, params, config, tokens.shape[0])
     positions = check_integers(
         "positions", positions, tokens.shape, 0, length - 1, "the last of the cache"
     )
-    has_kernel = kernel.is_packed(params, config, tokens.shape[0])
-    static = has_kernel, cpu_kernels.are_usable(params)
+    # JAX refuses arrays on other devices than these.
+    arrays = [params["packed" if "packed" in params else "embedding"]]
+    has_kernel = "packed" in params and kernel.is_there_for(arrays)
+    static = has_kernel, cpu_kernels.are_usable(arrays)
     found: tuple[Array, Cache] = _decode_step(params, config, cache, tokens, positions, *static)
     return found
 
@@ -163,8 +167,9 @@ def _decode_step(
     has_kernel: bool,
     on_cpu: bool,
 ) -> tuple[Array, Cache]:
+    check_params(params, config)
     by_layers = partial(step_by_layers, config, on_cpu)
-    if not has_kernel:
+    if not (has_kernel and kernel.fits(params, config, len(tokens))):
         return by_layers(params, cache, tokens, positions)
 
     def in_one_kernel(
