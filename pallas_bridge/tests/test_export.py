@@ -252,6 +252,8 @@ def test_steps_of_a_decoder(tmp_path: Path) -> None:
     program = (tmp_path / "out" / manifest["file"]).read_bytes()
     for target in (b"xentile_decode_step", b"xentile_sample"):
         assert target in program
+    assert run(tmp_path, {**DECODE, "backend": "xla:cuda", "impl": "reference"}) == 0
+    assert b"xentile_" not in (tmp_path / "out" / manifest["file"]).read_bytes()
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])

@@ -479,7 +479,8 @@ mod tests {
     #[test]
     fn decoders_are_flags_of_their_command() {
         let read = |text: &str| config::parse::<Config>(text, &[]).unwrap().rows();
-        let found = "decode: [{preset: qwen3-0.6b, backend: xla:cuda, top_p: 0.9, temperature: 0.8}]";
+        let found =
+            "decode: [{preset: qwen3-0.6b, backend: xla:cuda, top_p: 0.9, temperature: 0.8}]";
         let (row, jobs) = read(found).unwrap().remove(0);
         assert_eq!(row.title(), "decode qwen3-0.6b, [1] at 1000 bf16, temperature 0.8, top_p 0.9");
         let [_, Job::Decoder(arguments)] = jobs else { panic!("a decoder's job") };
@@ -489,7 +490,10 @@ mod tests {
         );
         let error = |text| format!("{:#}", read(text).map(|_| ()).unwrap_err());
         for (text, message) in [
-            ("decode: [{preset: qwen3-0.6b, batches: 3}]", "decode[0]: unexpected argument '--batches'"),
+            (
+                "decode: [{preset: qwen3-0.6b, batches: 3}]",
+                "decode[0]: unexpected argument '--batches'",
+            ),
             ("decode: [{preset: qwen3-0.6b, impl: kernel}]", "decode[0]: impl is set"),
             ("decode: [{preset: qwen3-0.6b, top_p: 0.9}]", "decode[0]: the following required"),
             ("decode: [{batch: 1}]", "decode[0]: the following required arguments"),

@@ -560,4 +560,14 @@ fn steps_of_a_decoder_are_beside_reads() {
     assert!(near(number("tokens_per_s") * number("step_ms"), 2e3));
     assert!(near(number("share_of_read_rate") * number("read_gb_per_s"), number("gb_per_s")));
     assert!(text.contains("share of reads") && found["is_one_kernel"] == false, "{text}{found}");
+    // Beside XLA's program.
+    let suite = "decode: [{model: model.json, position: 100, steps: 512, iters: 1}]";
+    std::fs::write(fixture.0.path().join("suite.yaml"), suite).unwrap();
+    let output = fixture.run(MICROBENCH, &["suite", "--config", "suite.yaml", "--set", "out=out"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = std::fs::read_to_string(fixture.0.path().join("out/suite.json")).unwrap();
+    let found: Value = serde_json::from_str(&text).unwrap();
+    let row = &found["rows"][0];
+    assert_eq!((&row["op"], &row["shape"]), (&"decode".into(), &"model, [1] at 100".into()));
+    assert!(row["speedup"].as_f64().unwrap() > 0.0 && row["reference"]["error"].is_null(), "{row}");
 }
