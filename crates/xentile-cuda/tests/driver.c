@@ -36,7 +36,7 @@ int cuDeviceGetAttribute(int* value, unsigned attribute, int device) {
   (void)device;
   const int capability = setting("FAKE_CAPABILITY", 90);
   *value = attribute == 16 ? setting("FAKE_MULTIPROCESSORS", 132) : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
-           : attribute == 97 ? 232448 : attribute == 120 ? capability >= 90 : -1;
+           : attribute == 97 ? setting("FAKE_SHARED", 232448) : attribute == 120 ? capability >= 90 : -1;
   return *value < 0;
 }
 int cuCtxPushCurrent_v2(void* context) { return ++pushed, context == NULL; }
@@ -63,7 +63,7 @@ int cuKernelGetAttribute(int* value, unsigned attribute, void* kernel, int devic
 }
 int cuKernelSetAttribute(unsigned attribute, int value, void* kernel, int device) {
   (void)kernel, (void)device;
-  return attribute == 14 ? value != 1 : attribute != 8 || value != 232448 - 48;
+  return attribute == 14 ? value != 1 : attribute != 8 || value != setting("FAKE_SHARED", 232448) - 48;
 }
 int cuOccupancyMaxActiveClusters(int* clusters, void* kernel, const Config* config) {
   (void)kernel;

@@ -477,6 +477,12 @@ fn a_cluster_draws_the_token_of_a_row() {
     let reason =
         "fake 0 has compute capability 8.0; the kernel that draws tokens needs 9.0 or later";
     assert!(text.contains(reason) && !text.contains("launch"), "{text}");
+    // A GPU of GeForce: it has clusters, and room for a small vocabulary.
+    let text = printed_by("draw", &[("FAKE_CAPABILITY", "120"), ("FAKE_SHARED", "101376")]);
+    let reason =
+        "a kernel needs 170944 bytes of shared memory, and this GPU gives a CTA 101376 at most";
+    assert_eq!(text.matches(reason).count(), 2, "{text}");
+    assert_eq!(text.matches("launch sample").count(), 1, "{text}");
 }
 
 #[test]
