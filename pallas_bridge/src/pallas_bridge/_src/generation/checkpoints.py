@@ -159,7 +159,9 @@ def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any, is_packed:
             fill(layer, index, name)
         return jnp.asarray(found)
 
-    if not (is_packed and dtype == jnp.bfloat16 and kernel.covers(config) and kernel.is_there_for(())):
+    if not (
+        is_packed and dtype == jnp.bfloat16 and kernel.covers(config) and kernel.is_there_for(())
+    ):
         layers = {name: stack(name) for name in shapes}
         return {**{name: jnp.asarray(one, dtype) for name, one in outer.items()}, "layers": layers}
     packed = jnp.zeros(kernel.packed_shape(config), dtype)

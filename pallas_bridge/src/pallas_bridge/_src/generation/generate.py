@@ -24,7 +24,7 @@ from .model import (
     prefill,
 )
 from .parameters import Params, check_params
-from .sampling import Sampling, check_sampling, make_keys, make_sampler
+from .sampling import Sampling, as_vector, check_sampling, make_keys, make_sampler
 
 Array = jax.Array
 
@@ -161,13 +161,15 @@ Drawn = tuple[Array, Array]
 class _Given(NamedTuple):
     """What all steps read: for the kernel, else None, weights packed here and RoPE's tables.
 
-    And keys [B, 2] of noise, and `starts` [B]: a token's step less its position.
+    And keys [B, 2] of noise, `starts` [B], a token's step less its position, and the sampler's
+    options as a vector.
     """
 
     packed: Array | None
     tables: list[Array] | None
     keys: Array
     starts: Array
+    vector: Array
 
 
 class _State(NamedTuple):
@@ -213,11 +215,14 @@ def _begin(
         packed = None if "packed" in params else kernel.pack_weights(params, config)
         tables = position_tables(config, jnp.arange(length, dtype=jnp.int32))
         words = kernel.init_state(config, batch)
-    given = _Given(packed, tables, make_keys(seeds), 1 - prompt_lengths)
+    given = _Given(packed, tables, make_keys(seeds), 1 - prompt_lengths, as_vector(sampling))
     # A sampler's steps are positions, which are there for the decoder, less the first ones.
-    sampler = make_sampler(given.keys, sampling, has_sampler, given.starts)
-    drawn = sampler(logits, -given.starts)
+    drawn = _sampler(given, sampling, has_sampler)(logits, -given.starts)
     return drawn, _State(jnp.int32(1), cache, words), given
+
+
+def _sampler(given: _Given, sampling: Sampling, has_kernel: bool) -> Any:
+    return make_sampler(given.keys, sampling, has_kernel, given.starts, given.vector)
 
 
 def _have_ended(tokens: Array, stop_tokens: Array) -> Array:
@@ -244,7 +249,7 @@ def _advance(
     # Of a sequence that has ended the token is -1: its row has NaN logits, of which -1 is drawn,
     # and is not written. Nothing but this is computed between two steps.
     tokens = jnp.where(has_ended, -1, tokens)
-    sampler = make_sampler(given.keys, sampling, has_sampler, given.starts)
+    sampler = _sampler(given, sampling, has_sampler)
     if has_kernel:
         packed: Any = params["packed"] if given.packed is None else given.packed
         operands: Any = (given.tables, cache, words, tokens, positions)

@@ -120,8 +120,19 @@ def check_sampling(
     return Sampling(temperature, top_k, None if is_whole else top_p, min_p)
 
 
+def as_vector(options: Sampling) -> Array:
+    """Returns the options as the kernel reads them, [4] in float32."""
+    without = (1.0, jnp.inf, 1.0, 0.0)
+    given = [out if one is None else one for one, out in zip(options, without, strict=True)]
+    return jnp.stack([jnp.asarray(one, jnp.float32) for one in given])
+
+
 def make_sampler(
-    keys: Array, options: Sampling, has_kernel: bool, starts: Array | None = None
+    keys: Array,
+    options: Sampling,
+    has_kernel: bool,
+    starts: Array | None = None,
+    vector: Array | None = None,
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """Returns a function of logits [B, V] and steps [B] that returns what `sample` does.
 
@@ -131,15 +142,14 @@ def make_sampler(
         has_kernel: Whether GPUs draw by their kernel.
         starts: What is added to steps, [B]; None for 0. The kernel adds it, and takes what its
             caller has at hand.
+        vector: `as_vector` of the options, which a loop computes once.
     """
     starts = jnp.zeros(len(keys), jnp.int32) if starts is None else starts
     if options.temperature is None or not has_kernel:
         return lambda logits, steps: _draw(
             logits.astype(jnp.float32), keys, steps + starts, options
         )
-    without = (None, jnp.inf, 1.0, 0.0)
-    given = [out if one is None else one for one, out in zip(options, without, strict=True)]
-    vector = jnp.stack([jnp.asarray(one, jnp.float32) for one in given])
+    vector = as_vector(options) if vector is None else vector
 
     def by_kernel(
         logits: Array, keys: Array, steps: Array, vector: Array, options: Sampling
