@@ -44,7 +44,7 @@ LEAST_TOKENS = 8
 # device waits. Steps after the end are empty launches.
 STEPS_OF_BLOCK = 16
 # Calls of a step that are started before the tokens of the first of them are read.
-CALLS_AHEAD = 3
+CALLS_AHEAD = 2
 
 
 class Generated(NamedTuple):
