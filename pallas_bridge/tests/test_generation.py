@@ -286,8 +286,11 @@ def test_samplers_keep_ties_and_refuse_nan() -> None:
     tokens, logps = sample(logits, range(5), temperature=0)
     assert tokens.tolist() == [1, -1, -1, -1, 2]
     assert np.isnan(logps).tolist() == [False, True, True, True, False]
-    tokens, _ = sample(logits, range(5), top_k=3, top_p=0.9, min_p=0.1)
+    options = {"top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    tokens, _ = sample(logits, range(5), **options)
     assert tokens[1:].tolist() == [-1, -1, -1, 2]
+    # Seeds on the device give the same tokens.
+    assert (tokens == sample(logits, jnp.arange(5), **options)[0]).all()
     many = jnp.broadcast_to(logits[0], (200, 4))
     assert set(sample(many, range(200), top_k=1)[0].tolist()) == {1, 2}
     # Options may be traced.
