@@ -16,8 +16,6 @@ use crate::{Device, Error, Result, check_alignment, library};
 const CTAS: u32 = 2;
 /// Blocks of 64 of K for which a split more is worth its sums.
 const LEAST_BLOCKS: usize = 16;
-/// Where sums begin in the scratch.
-const ALIGNMENT: usize = 256;
 /// Elements of a vector of the copy engine.
 const VECTOR: usize = 8;
 
@@ -50,12 +48,6 @@ impl NewtonSchulz {
             return invalid(format!("there are {batch} matrices of {rows} x {columns}; too many"));
         }
         Ok(one)
-    }
-
-    /// Bytes of the scratch that it cannot do without: A.
-    #[must_use]
-    pub fn least_scratch_bytes(&self) -> usize {
-        (2 * self.batch * self.side() * self.side()).next_multiple_of(ALIGNMENT)
     }
 
     /// Rows of A.
@@ -110,12 +102,11 @@ impl NewtonSchulz {
         Ok(())
     }
 
-    /// Has `stream` write `matrix`, of A's shape, from `x`. K is split
-    /// where scratch beyond [`least_scratch_bytes`](Self::least_scratch_bytes) has room for sums.
+    /// Has `stream` write A to `gram`, and `matrix`, of its shape, from `x`. K is split where `sums` has room for
+    /// them.
     ///
     /// # Errors
-    /// No driver or GPU that will do, arrays that begin at no multiple of 16, too little scratch, a failure of the
-    /// driver.
+    /// No driver or GPU that will do, arrays that begin at no multiple of 16, a failure of the driver.
     ///
     /// # Safety
     /// `stream` is a `CUstream` of the calling thread's current context, and the pointers lead to arrays of these
@@ -126,30 +117,27 @@ impl NewtonSchulz {
         stream: *mut c_void,
         x: *const c_void,
         matrix: *mut c_void,
-        scratch: Scratch,
+        gram: *mut c_void,
+        sums: Scratch,
         [c0, c1, c2]: [f32; 3],
     ) -> Result<()> {
-        let (side, least) = (self.side(), self.least_scratch_bytes());
+        let side = self.side();
         if self.batch == 0 {
             return Ok(());
         }
-        for (name, address) in
-            [("x", x), ("matrix", matrix.cast_const()), ("scratch", scratch.at.cast_const())]
-        {
-            check_alignment(name, address)?;
-        }
-        if scratch.bytes < least {
-            return Err(Error::Scratch { bytes: scratch.bytes, needed: least });
+        let results = [("matrix", matrix), ("gram", gram), ("sums", sums.at)];
+        check_alignment("x", x)?;
+        for (name, address) in results {
+            check_alignment(name, address.cast_const())?;
         }
         let clusters = Device::current()?.limits().multiprocessors / CTAS;
-        let splits = self.splits(clusters, scratch.bytes - least);
+        let splits = self.splits(clusters, sums.bytes);
         let items = self.items();
         let count = |number: usize| number as u32;
-        let gram = scratch.at;
         let first = Arguments {
             x: self.map(x, self.rows, self.columns)?,
             out: self.map(gram.cast_const(), side, side)?,
-            partial: scratch.at.wrapping_byte_add(least).cast(),
+            partial: sums.at.cast(),
             side: count(side),
             blocks: count(self.blocks()),
             splits: count(splits),

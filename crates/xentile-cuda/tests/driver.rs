@@ -490,14 +490,14 @@ fn a_cluster_draws_the_token_of_a_row() {
 fn newton_schulz() {
     println!();
     let coefficients = [3.0, -4.0, 2.0];
-    for ([batch, rows, columns], more) in
+    for ([batch, rows, columns], bytes) in
         [([2, 896, 1152], 0), ([1, 151_936, 896], 1 << 24), ([1, 384, 64], 0), ([0, 8, 8], 0)]
     {
         let step = NewtonSchulz::new(batch, rows, columns, rows > columns).unwrap();
-        let scratch = Scratch { at: at(0x30_000), bytes: step.least_scratch_bytes() + more };
-        let (x, matrix) = (at(0x10_000).cast_const(), at(0x20_000));
+        let sums = Scratch { at: at(0x40_000), bytes };
+        let (x, matrix, gram) = (at(0x10_000).cast_const(), at(0x20_000), at(0x30_000));
         // SAFETY: the driver that plays here touches no memory.
-        match unsafe { step.run(at(1), x, matrix, scratch, coefficients) } {
+        match unsafe { step.run(at(1), x, matrix, gram, sums, coefficients) } {
             Ok(()) => println!("done"),
             Err(error) => println!("{error}"),
         }

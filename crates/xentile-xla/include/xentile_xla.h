@@ -465,8 +465,8 @@ struct XLA_FFI_Error* xentile_adamw_8bit_cuda(struct XLA_FFI_CallFrame* call_fra
 struct XLA_FFI_Error* xentile_lion_8bit_host(struct XLA_FFI_CallFrame* call_frame);
 
 /* xentile_newton_schulz: c0 I + c1 A + c2 A A, rounded, of which a step of Muon takes the
- * product with X: A is X X', or with axis 1 X' X. R and C are multiples of 8. (x) -> (matrix,
- * scratch). */
+ * product with X: A, which is in `gram`, is X X', or with axis 1 X' X. R and C are multiples of
+ * 8. (x) -> (matrix, gram, sums). */
 struct XLA_FFI_Error* xentile_newton_schulz_cuda_initialize(struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_newton_schulz_cuda(struct XLA_FFI_CallFrame* call_frame);
 

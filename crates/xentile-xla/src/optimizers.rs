@@ -114,14 +114,16 @@ pub(crate) const LION_8BIT: Declaration = Declaration {
 
 pub(crate) const NEWTON_SCHULZ: Declaration = Declaration {
     name: c"xentile_newton_schulz",
-    summary: "c0 I + c1 A + c2 A A, rounded, of which a step of Muon takes the product with X: A is X X', or with \
-              axis 1 X' X. R and C are multiples of 8.",
+    summary: "c0 I + c1 A + c2 A A, rounded, of which a step of Muon takes the product with X: A, which is in `gram`, is \
+              X X', or with axis 1 X' X. R and C are multiples of 8.",
     host: Stages::None,
     operands: &[input("x", "*batch R C", Dtype::OneOf(&[DType::Bf16]))],
     results: &[
         output("matrix", "", Dtype::Like("x"))
             .by(Dims::By("axis", &[("0", "*batch R R"), ("1", "*batch C C")])),
-        scratch("scratch", "B", Dtype::Bytes),
+        scratch("gram", "", Dtype::Like("x"))
+            .by(Dims::By("axis", &[("0", "*batch R R"), ("1", "*batch C C")])),
+        scratch("sums", "B", Dtype::Bytes),
     ],
     attributes: &[&[
         attribute("axis", Range::OneOf(&[0, 1])),

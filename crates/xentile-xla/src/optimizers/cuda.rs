@@ -24,7 +24,7 @@ target_list! {
     );
     super::NEWTON_SCHULZ: fn xentile_newton_schulz_cuda,
         initialize xentile_newton_schulz_cuda_initialize = newton_schulz(
-        x, matrix, scratch, axis, coefficients, context,
+        x, matrix, gram, sums, axis, coefficients, context,
     );
 }
 
@@ -176,7 +176,8 @@ impl<'a> Parameter<'a> for Coefficients {
 fn newton_schulz(
     x: Any,
     matrix: AnyMut,
-    scratch: AnyMut,
+    gram: AnyMut,
+    sums: AnyMut,
     axis: i64,
     coefficients: Coefficients,
     context: Context,
@@ -185,7 +186,7 @@ fn newton_schulz(
         let dims = x.dims();
         return Err(invalid(format_args!("`x` has shape {dims:?}; it must be [.., R, C]")));
     };
-    for (name, dtype) in [("x", x.dtype()), ("matrix", matrix.dtype())] {
+    for (name, dtype) in [("x", x.dtype()), ("matrix", matrix.dtype()), ("gram", gram.dtype())] {
         if dtype != DType::Bf16 {
             return Err(dtype::wrong(name, dtype, "bf16"));
         }
@@ -195,18 +196,21 @@ fn newton_schulz(
         1 => columns,
         _ => return Err(invalid(format_args!("attribute `axis` is {axis}; it must be 0 or 1"))),
     };
-    check_shape("matrix", matrix.dims(), &[batch, &[side, side]].concat())?;
+    let square = [batch, &[side, side]].concat();
+    check_shape("matrix", matrix.dims(), &square)?;
+    check_shape("gram", gram.dims(), &square)?;
     let batch = batch.iter().product();
     let step = NewtonSchulz::new(batch, rows, columns, axis == 1).map_err(failed)?;
-    let bytes = scratch.elements() * scratch.dtype().size();
-    let scratch = Scratch { at: scratch.as_ptr(), bytes };
+    let bytes = sums.elements() * sums.dtype().size();
+    let sums = Scratch { at: sums.as_ptr(), bytes };
     run(
         context,
         // SAFETY: XLA's stream.
         |stream| unsafe { step.load(stream) },
         // SAFETY: the same, and XLA's buffers, whose shapes were checked.
         |stream| unsafe {
-            step.run(stream, x.as_ptr().cast_const(), matrix.as_ptr(), scratch, coefficients.0)
+            let (x, matrix, gram) = (x.as_ptr().cast_const(), matrix.as_ptr(), gram.as_ptr());
+            step.run(stream, x, matrix, gram, sums, coefficients.0)
         },
     )
 }

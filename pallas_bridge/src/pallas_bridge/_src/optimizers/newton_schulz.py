@@ -20,11 +20,8 @@ TARGET = "xentile_newton_schulz"
 VECTOR = 8
 # Smaller matrices do not fill the kernels' tiles.
 LEAST_SIDE = 256
-# Sums of two tiles, and for how many pairs of these splits of K have room: a GPU's clusters.
-SUMS_BYTES = 2 * 128 * 256 * 4
-CLUSTERS = 66
-# Scratch that the kernels cannot do without is rounded up to it.
-ALIGNMENT = 256
+# Room for sums of splits of K: of two tiles in float32 for each of a GPU's 66 clusters.
+SUMS_BYTES = 66 * 2 * 128 * 256 * 4
 
 
 def product(left: str, right: str, result: str, a: Any, b: Any, dtype: Any) -> jax.Array:
@@ -82,12 +79,9 @@ def kernel(coefficients: Coefficients, x: jax.Array) -> jax.Array:
     """Returns `polynomial` by the kernels, with which it runs on CUDA alone."""
     *batch, rows, columns = x.shape
     side = min(rows, columns)
-    gram = 2 * x.size // max(rows, columns) * side
-    results = [
-        jax.ShapeDtypeStruct((*batch, side, side), jnp.bfloat16),
-        jax.ShapeDtypeStruct((gram + ALIGNMENT + CLUSTERS * SUMS_BYTES,), jnp.uint8),
-    ]
+    square = jax.ShapeDtypeStruct((*batch, side, side), jnp.bfloat16)
+    results = [square, square, jax.ShapeDtypeStruct((SUMS_BYTES,), jnp.uint8)]
     named = dict(zip(("c0", "c1", "c2"), map(np.float64, coefficients), strict=True))
     call_of = jax.ffi.ffi_call(TARGET, results, vmap_method="expand_dims")
-    matrix, _ = call_of(x, axis=np.int64(rows > columns), **named)
+    matrix, *_ = call_of(x, axis=np.int64(rows > columns), **named)
     return matrix
