@@ -92,9 +92,11 @@ fn text(text: *const c_char) -> &'static str {
 /// `DECLARATION: fn symbol, initialize other_symbol = function(..);` of one function for both stages. What one
 /// for `Initialize` loads is kept for good, so that it is run once for calls that are alike.
 macro_rules! target_list {
-    (HOST; $($declaration:path: fn $symbol:ident = $function:ident $parameters:tt;)*) => {
+    (HOST; $(
+        $declaration:path: fn $symbol:ident = $function:ident $(::<$generic:ident>)? ($($parameter:tt)*);
+    )*) => {
         xla_ffi::handler! {
-            $(pub fn $symbol = $function $parameters;)*
+            $(pub fn $symbol = $function $(::<$generic>)? ($($parameter)*);)*
         }
 
         /// What this file adds to the table.

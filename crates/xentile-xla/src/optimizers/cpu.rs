@@ -18,9 +18,9 @@ use crate::target::target_list;
 target_list! {
     HOST;
 
-    super::ADAMW: fn xentile_adamw_host = adamw(scalars, leaves, arrays, pool);
-    super::ADAMW_8BIT: fn xentile_adamw_8bit_host = adamw_8bit(scalars, leaves, arrays, pool);
-    super::LION_8BIT: fn xentile_lion_8bit_host = lion_8bit(scalars, leaves, arrays, pool);
+    super::ADAMW: fn xentile_adamw_host = steps::<ADAMW>(scalars, leaves, arrays, pool);
+    super::ADAMW_8BIT: fn xentile_adamw_8bit_host = steps::<ADAMW_8BIT>(scalars, leaves, arrays, pool);
+    super::LION_8BIT: fn xentile_lion_8bit_host = steps::<LION_8BIT>(scalars, leaves, arrays, pool);
 }
 
 type Words<'a> = Buffer<'a, i32>;
@@ -137,26 +137,4 @@ fn steps<const TARGET: usize>(
     let steps = each.map(|(leaf, arrays)| prepare(*leaf, arrays, TARGET));
     let launch = Launch { isa: Isa::detect(), pool: &Pool(pool) };
     step(&Scalars::from_words(words), steps.collect::<Result<_>>()?, launch).map_err(invalid)
-}
-
-fn adamw(scalars: Words, leaves: Words, arrays: All<'_, ADAMW>, pool: ThreadPool) -> Result {
-    steps(scalars, leaves, arrays, pool)
-}
-
-fn adamw_8bit(
-    scalars: Words,
-    leaves: Words,
-    arrays: All<'_, ADAMW_8BIT>,
-    pool: ThreadPool,
-) -> Result {
-    steps(scalars, leaves, arrays, pool)
-}
-
-fn lion_8bit(
-    scalars: Words,
-    leaves: Words,
-    arrays: All<'_, LION_8BIT>,
-    pool: ThreadPool,
-) -> Result {
-    steps(scalars, leaves, arrays, pool)
 }
