@@ -283,10 +283,10 @@ def _of_files() -> tuple[Case, ...]:
 CASES = (*OWN, *_of_files())
 
 
-# Operations by the implementation of another one.
+# Operations by the implementation of another one in Python, whatever kernels they have.
 SHARED = {
     *("cross_entropy_per_token", "optax", "linear_cross_entropy_per_token"),
-    *("gelu", "squared_relu", "geglu", "reglu", "layer_norm", "qk_norm_rope", "gated_delta_rule"),
+    *("gelu", "squared_relu", "geglu", "reglu", "layer_norm", "gated_delta_rule"),
     *("rms_norm_linear", "rms_norm_fp8", "swiglu_fp8"),
 }
 
