@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The unit tests of xentile-cpu under Miri, which sees undefined behaviour that a sanitizer cannot,
-# such as aliasing. It finds no vector extension, so only the portable kernels run.
+# The unit tests of xentile-cpu, and tests of small sizes, under Miri, which sees undefined behaviour that a
+# sanitizer cannot, such as aliasing. It finds no vector extension, so only the portable kernels run.
 source scripts/tiers/common.sh
 
 cargo +nightly miri --version >/dev/null 2>&1 ||
@@ -10,4 +10,5 @@ cargo +nightly miri --version >/dev/null 2>&1 ||
 # never frees what it holds for threads.
 flags=(disable-isolation tree-borrows permissive-provenance ignore-leaks)
 MIRIFLAGS=${flags[*]/#/-Zmiri-} CARGO_TARGET_DIR=$target_dir/miri \
-    cargo +nightly miri test --no-fail-fast -p xentile-cpu --lib
+    cargo +nightly miri test --no-fail-fast -p xentile-cpu --lib \
+    --test kv_cache --test linear_attention --test optimizers

@@ -413,6 +413,3 @@ impl<E: Element> Keys<'_, E> {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,8 +1,8 @@
-//! One call through the shared library itself, as those make it who load it with dlopen.
+//! Calls of the shared library itself, as those make them who load it with dlopen.
 //!
 //! `XENTILE_XLA_LIBRARY` names another library than that of this build, such as a wheel's.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
 use std::path::PathBuf;
 
 use libloading::{Library, Symbol};
@@ -60,5 +60,39 @@ fn a_loaded_library_computes() {
             let right = f64::from(x) * rstd * f64::from(weight);
             assert!((f64::from(y) - right).abs() <= 1e-6 * right.abs(), "{y} is not {right}");
         }
+    }
+}
+
+#[test]
+fn plans_and_errors_are_answered() {
+    // SAFETY: it runs no code as it is loaded.
+    let library = unsafe { Library::new(library()) }.unwrap();
+    type Plan = unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> usize;
+    // SAFETY: the header declares it.
+    let plan: Symbol<'_, Plan> = unsafe { library.get(b"xentile_plan") }.unwrap();
+    let problem = "\"problem\": {\"tokens\": 64, \"hidden\": 8, \"vocab\": 100, \
+        \"hidden_bytes\": 2, \"weight_bytes\": 2, \"bias\": false, \"reduced\": true, \
+        \"vocab_is_last\": false, \"running\": false}";
+    let ask = |rest: &str| -> String {
+        let request = CString::new(format!("{{{problem}, {rest}}}")).unwrap();
+        let mut answer = [0_u8; 4096];
+        // SAFETY: a text that ends with a null, and memory of this size.
+        let length = unsafe { plan(request.as_ptr(), answer.as_mut_ptr().cast(), answer.len()) };
+        let text = CStr::from_bytes_until_nul(&answer).unwrap().to_str().unwrap();
+        assert_eq!(text.len(), length);
+        text.into()
+    };
+    let of_cuda = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 100000000}");
+    let right = "{\"plan\":{\"tokens\":64,\"columns\":100,\"products\":3.0";
+    assert!(of_cuda.starts_with(right), "{of_cuda}");
+    let none = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 0}");
+    assert!(none.starts_with("{\"plan\":"), "{none}");
+    for (rest, error) in [
+        ("\"platform\": \"cuda\"", "`limits` or `call`"),
+        ("\"platform\": \"tpu\"", "unknown variant"),
+        ("\"platform\": \"cuda\", \"limits\": {}", "missing field"),
+    ] {
+        let text = ask(rest);
+        assert!(text.starts_with("{\"error\":") && text.contains(error), "{text}");
     }
 }

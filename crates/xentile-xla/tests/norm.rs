@@ -237,7 +237,8 @@ fn values_are_those_of_the_kernels() {
         let leading: [&[i64]; 6] = [&[], &[1], &[6], &[2, 5], &[3, 2, 2], &[2, 0, 3]];
         for leading in leading {
             let (one, two, axes) = (leading.len().min(1), leading.len().min(2), leading.len());
-            for columns in [1, 33, 260] {
+            // Of rows of two axes alone every width.
+            for &columns in if leading.len() == 2 { &[1, 33, 260][..] } else { &[33] } {
                 for batch in
                     [[0; 3], [axes; 3], [0, one, one], [one, 0, 0], [two, 0, 0], [one, axes, 0]]
                 {

@@ -53,32 +53,3 @@ fn compute(request: &str) -> Result<Answer, Box<dyn std::error::Error + Send + S
         _ => return Err("a request has `limits` or `call`".into()),
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::answer;
-
-    #[test]
-    fn answers_plans_and_errors() {
-        let problem = "\"problem\": {\"tokens\": 64, \"hidden\": 8, \"vocab\": 100, \
-            \"hidden_bytes\": 2, \"weight_bytes\": 2, \"bias\": false, \"reduced\": true, \
-            \"vocab_is_last\": false, \"running\": false}";
-        let ask = |rest: &str| answer(&format!("{{{problem}, {rest}}}"));
-        let limits = "\"limits\": {\"scratch_bytes\": 100000000}";
-        let plan = ask(&format!("\"platform\": \"cuda\", {limits}"));
-        assert!(
-            plan.starts_with("{\"plan\":{\"tokens\":64,\"columns\":100,\"products\":3.0"),
-            "{plan}"
-        );
-        let none = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 0}");
-        assert!(none.starts_with("{\"plan\":"), "{none}");
-        for (rest, error) in [
-            ("\"platform\": \"cuda\"", "`limits` or `call`"),
-            ("\"platform\": \"tpu\"", "unknown variant"),
-            ("\"platform\": \"cuda\", \"limits\": {}", "missing field"),
-        ] {
-            let text = ask(rest);
-            assert!(text.starts_with("{\"error\":") && text.contains(error), "{text}");
-        }
-    }
-}

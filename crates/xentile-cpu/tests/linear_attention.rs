@@ -1,11 +1,13 @@
+//! Linear attention and the gated delta rule against the recurrence in float64.
+
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use xentile::linear_attention::{Gradients as Expected, Head as Reference};
 use xentile::{Element, Error};
 
-use super::{Cotangents, Gradients, Kernel, Launch, LinearAttention, Operands};
-use crate::{Isa, Threads};
+use xentile_cpu::linear_attention::{Cotangents, Gradients, Kernel, LinearAttention, Operands};
+use xentile_cpu::{Isa, Launch, Threads};
 
 /// Numbers from -1 to 1.
 fn random(rng: &mut ChaCha8Rng, count: usize) -> Vec<f32> {
