@@ -141,8 +141,7 @@ def compile_library(workspace: Path, target: re.Match[str] | None) -> Path:
         command = ["cargo-zigbuild", "rustc", "--target", target[0]]
     command += ["--release", "--locked", "--package", CRATE, "--crate-type", "cdylib"]
     command += ["--message-format", "json"]
-    # Line tables take time to make, and are stripped below.
-    environment = {"CARGO_PROFILE_RELEASE_DEBUG": "0", **os.environ}
+    environment = dict(os.environ)
     compiler = cuda_compiler(workspace)
     if compiler is not None:
         command += ["--features", "cuda"]

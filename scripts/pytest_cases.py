@@ -7,7 +7,8 @@ XENTILE_TEST_CASES is
 - `cover`: the fewest cases, chosen greedily in their order, that have every value of every
   parameter, but the first N of a test that is marked `few(N)`, which may be 0; all cases of a test
   that is marked `fixed`, unless XENTILE_TEST_NUMBERS is 0;
-- `one`: the first of these.
+- `one`: the first of these;
+- `fast`: the first of these, of tests that are not marked `slow`.
 The choice depends on the tests alone: each run of a commit runs the same cases.
 
 XENTILE_TEST_SHARE, as in "2/8", keeps every eighth of these from the third on. Where
@@ -126,4 +127,5 @@ CHOICES: dict[str, Callable[[list[pytest.Item]], list[pytest.Item]]] = {
     "all": lambda cases: cases,
     "cover": cover,
     "one": lambda cases: cover(cases)[:1],
+    "fast": lambda cases: cover(cases)[: not any(cases[0].iter_markers("slow"))],
 }

@@ -241,6 +241,7 @@ def test_both_modes_of_differentiation(rng: np.random.Generator, of: str, under:
     check_grads(jax.jit(under(function)), arrays, 1, rtol=2e-2, atol=2e-2, eps=1e-2)
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_two_arrays(rng: np.random.Generator) -> None:
     x, up = draw(rng, "float32", 3, 8, scale=1.0), draw(rng, "float32", 3, 8, scale=1.0)
     # It is XLA's program, which has them.

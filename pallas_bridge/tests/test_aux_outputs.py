@@ -93,6 +93,7 @@ def test_values_and_gradients(rng: np.random.Generator, dtype: str, name: str) -
 
 
 @pytest.mark.numbers
+@pytest.mark.slow
 def test_special_tokens(rng: np.random.Generator) -> None:
     x = np.array(3 * rng.normal(size=(8, 77)), np.float32)
     y = rng.integers(1, 77, 8).astype(np.int32)
@@ -182,6 +183,7 @@ def test_what_is_looked_at_comes_with_the_gradient_in_one_pass(
 
 @pytest.mark.parametrize("vocab", [301, 20_011, 32_768])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_what_is_asked_for_alone_has_the_same_bits(
     rng: np.random.Generator, dtype: str, vocab: int
 ) -> None:
@@ -369,6 +371,7 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
     options = {"temperature": 0.7, "label_smoothing": 0.1, "softcap": 9.0} if way == "auto" else {}
     options = options or {"temperature": 1.3, "z_loss": 1e-2}
@@ -421,6 +424,7 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
     ("way", "asked"),
     [*((way, "all") for way in WAYS), ("checked", "columns"), ("unchecked", "dense")],
 )
+@pytest.mark.slow
 def test_a_weight_over_devices(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str, asked: str
 ) -> None:
@@ -494,6 +498,7 @@ def test_a_weight_over_devices(
 
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
+@pytest.mark.slow
 def test_a_weight_over_devices_under_transformations(rng: np.random.Generator) -> None:
     h = jnp.asarray(rng.normal(size=(2, 8, 12)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(64, 12)), jnp.float32)

@@ -132,6 +132,7 @@ def test_sums_of_microbatches(rng: np.random.Generator, arrays: dict[str, Any]) 
 
 
 @pytest.mark.devices(4)
+@pytest.mark.slow
 def test_a_vocabulary_over_devices(rng: np.random.Generator) -> None:
     weight = jnp.asarray(rng.normal(0, 0.3, (320, HIDDEN)), jnp.float32)
     hidden = jnp.asarray(rng.normal(size=(40, HIDDEN)), jnp.float32)
@@ -227,6 +228,7 @@ def test_rows_that_begin_anywhere_have_no_kernels_on_gpus(vocab: int) -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "temperature": 0.7}]
 )
+@pytest.mark.slow
 def test_rows_by_xla(rng: np.random.Generator, given: dict[str, Any]) -> None:
     """What takes the place of kernels does as they do."""
     every = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, **given}

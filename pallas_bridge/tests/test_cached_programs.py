@@ -63,6 +63,7 @@ print(json.dumps(found))
 
 @pytest.mark.fixed
 @pytest.mark.only("cpu", "it makes four devices of the CPU")
+@pytest.mark.slow
 def test_another_process_finds_the_same_programs(tmp_path: Path) -> None:
     tests = str(Path(__file__).parent)
     command = [sys.executable, "-c", PROCESS, str(tmp_path), tests, json.dumps(CUT)]

@@ -154,6 +154,7 @@ def test_bits_do_not_depend_on_other_texts(rng: np.random.Generator, is_paged: b
 
 
 @pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.slow
 def test_vmap(rng: np.random.Generator, axis: int) -> None:
     q, k, v, lengths, _ = problem(rng, CASES[2], "bfloat16")
     many = jnp.stack([q, -q, 2 * q], axis)

@@ -69,6 +69,7 @@ def test_loss_and_gradients(rng: np.random.Generator, dtype: str, chunk_tokens: 
         close(one, other, dtype)
 
 
+@pytest.mark.slow
 def test_mean_and_vmap(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32", 3, 7)
     factors = np.asarray(rng.integers(1, 3, (3, 7)), "float32")
@@ -85,6 +86,7 @@ def test_mean_and_vmap(rng: np.random.Generator) -> None:
         close(found[1][entry], right[1], "float32")
 
 
+@pytest.mark.slow
 def test_tokens_of_weight_0_change_nothing(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32", 6)
     factors = jnp.asarray([1, 0, 1, 1, 0, 1], "float32")

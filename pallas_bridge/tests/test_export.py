@@ -55,6 +55,7 @@ def test_a_factor_is_in_the_program_or_its_argument(tmp_path: Path, form: str, f
     assert CALL + b"fused" in program and b"xentile_scale" not in program
 
 
+@pytest.mark.slow
 def test_a_sweep_is_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"time_blocks": [16, 32], "block_sizes": [128], "cell": CELL}
     for outcome in ("written", "there already"):

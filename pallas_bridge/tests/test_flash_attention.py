@@ -890,6 +890,7 @@ def test_nothing_is_moved_around_the_backward_pass(rng: np.random.Generator, lea
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")
+@pytest.mark.slow
 def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is taken by XLA's program of the same function, with the same arguments."""
     real: Any = jax.nn.dot_product_attention
@@ -1030,6 +1031,7 @@ def test_programs_that_call_cudnn(
 @pytest.mark.newest
 @pytest.mark.only("cpu", "Pallas' interpreter")
 @pytest.mark.parametrize("case", ["causal", "window", "segments", "sinks"])
+@pytest.mark.slow
 def test_splash_attention(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -164,6 +164,7 @@ def test_greedy_tokens(params: Any) -> None:
     assert (again.tokens == found.tokens).all()
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_others(params: Any) -> None:
     options: Any = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "min_p": 0.001}
     together = generate(params, QWEN3, PROMPTS, seeds=[7, 8, 9], **options)
@@ -180,6 +181,7 @@ def test_rows_do_not_depend_on_others(params: Any) -> None:
     assert (hot.tokens[0] != hot.tokens[1]).any()
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_their_sequence(params: Any) -> None:
     options: Any = {"max_new_tokens": 6, "temperature": 1.0, "seeds": 3}
     free = np.asarray(generate(params, QWEN3, PROMPTS, **options).tokens)
@@ -211,6 +213,7 @@ def test_tokens_reach_the_host_as_they_are_made(params: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_logps_are_those_of_a_trainer(rng: np.random.Generator, params: Any, count: int) -> None:
     prompts = rng.integers(0, 61, (2, 4))
     found = generate(params, QWEN3, prompts, max_new_tokens=count, temperature=0.7)
@@ -259,6 +262,7 @@ def expected_probabilities(
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
+@pytest.mark.slow
 def test_draws_have_the_stated_distribution(
     rng: np.random.Generator, options: dict[str, Any]
 ) -> None:
@@ -279,6 +283,7 @@ def test_draws_have_the_stated_distribution(
     np.testing.assert_allclose(logps, np.log(whole[np.asarray(tokens)]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_samplers_keep_ties_and_refuse_nan() -> None:
     inf, nan = np.inf, np.nan
     logits = jnp.asarray([[1.0, 2, 2, 0], [0, nan, 1, 2], [-inf, -inf, -inf, -inf], [5, inf, 1, 2]])
@@ -299,6 +304,7 @@ def test_samplers_keep_ties_and_refuse_nan() -> None:
     assert set(traced(4, 1e3).tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_strict_types(params: Any) -> None:
     options: Any = {"max_new_tokens": 2, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "temperature": 1.0}
     right = generate(params, QWEN3, PROMPTS, **options)
@@ -307,6 +313,7 @@ def test_strict_types(params: Any) -> None:
     assert (found.tokens == right.tokens).all()
 
 
+@pytest.mark.slow
 def test_bad_values_on_the_device_stay_in_their_row(rng: np.random.Generator, params: Any) -> None:
     texts = rng.integers(1, 60, (4, 4))
     texts[1, 2] = 60

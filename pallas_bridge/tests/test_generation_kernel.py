@@ -100,6 +100,7 @@ def numbered(config: DecoderConfig) -> Any:
 @pytest.mark.parametrize(
     "config", [CONFIG, UNTIED, LLAMA, QWEN3], ids=["tied", "untied", "llama", "qwen3"]
 )
+@pytest.mark.slow
 def test_packed_weights_are_the_matrices(config: DecoderConfig) -> None:
     params = numbered(config)
     packed = np.asarray(kernel.pack_weights(params, config))

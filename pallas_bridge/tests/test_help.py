@@ -51,12 +51,14 @@ def test_doctor_finds_nothing_here() -> None:
     assert " 0 failed" in printed
 
 
+@pytest.mark.slow
 def test_doctor_names_a_missing_library(tmp_path: Path) -> None:
     code, printed = command("doctor", XENTILE_XLA_LIBRARY=str(tmp_path / "none.so"))
     assert code == 1
     assert "failed:  library: XENTILE_XLA_LIBRARY is" in printed and "-> " in printed
 
 
+@pytest.mark.slow
 def test_two_copies_are_refused_before_xla_sees_both(tmp_path: Path) -> None:
     second = tmp_path / "libxentile_xla_2.so"
     shutil.copy(library.get_library(), second)

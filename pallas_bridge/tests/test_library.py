@@ -137,6 +137,7 @@ def test_info_says_what_runs_where() -> None:
         *((name, message) for name, (_, message) in VERSIONS.items()),
     ],
 )
+@pytest.mark.slow
 def test_a_library_that_is_refused(printed: dict[str, str], name: str, message: str) -> None:
     assert message in printed[name]
 

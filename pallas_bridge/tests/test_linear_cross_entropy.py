@@ -265,6 +265,7 @@ def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) 
 # Without these there is an unnormalised softmax, where all logits are kept.
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [BOTH, {"z_loss": 1e-3, "ignore_index": 7}])
+@pytest.mark.slow
 def test_logits_that_are_kept_and_products_of_many_blocks(
     rng: np.random.Generator,
     options: dict[str, Any],
@@ -299,6 +300,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     "options",
     [BOTH, {"z_loss": 1e-3, "ignore_index": 7}, {"temperature": 0.7, "ignore_index": 7}],
 )
+@pytest.mark.slow
 def test_columns_that_a_gpu_makes_once(
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
@@ -356,6 +358,7 @@ def test_special_tokens(rng: np.random.Generator, budget: str | None, dtype: str
     assert value == 0 and not any(np.asarray(one).any() for one in gradients)
 
 
+@pytest.mark.slow
 def test_vmap_checkpoint_and_batches(rng: np.random.Generator) -> None:
     hidden, weight, _, labels = problem(rng, jnp.float32)
     x, y = hidden.reshape(3, 200, WIDTH), labels.reshape(3, 200)
@@ -486,6 +489,7 @@ def calls(compiled: Any) -> list[str]:
         ("bfloat16", 0.6, 1, False),
     ],
 )
+@pytest.mark.slow
 def test_logits_that_a_cpu_hands_over(
     rng: np.random.Generator, dtype: str, mib: float, axis: int, handed_over: bool, has_bias: bool
 ) -> None:

@@ -210,6 +210,7 @@ def test_which_calls_a_program_makes(rng: np.random.Generator, asked: tuple[str,
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.slow
 def test_derivatives_under_transformations(rng: np.random.Generator, with_bias: bool) -> None:
     hidden = jnp.asarray(rng.normal(size=(2, 30, 16)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=(301, 16)), jnp.float32)

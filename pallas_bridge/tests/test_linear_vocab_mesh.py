@@ -317,6 +317,7 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.slow
 def test_a_named_axis_beside_others_takes_three_products(
     rng: np.random.Generator, in_chunks: bool
 ) -> None:
@@ -359,6 +360,7 @@ def test_a_named_axis_beside_others_takes_three_products(
             np.testing.assert_allclose(one, of, rtol=1e-4, atol=1e-5 * float(jnp.abs(of).max()))
 
 
+@pytest.mark.slow
 def test_transformations(rng: np.random.Generator) -> None:
     mesh = mesh_of((2, 4), "auto")
     *arrays, _ = draw(rng, 24, 40, 12)
@@ -403,6 +405,7 @@ def test_transformations(rng: np.random.Generator) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("vocab", [70, 72])
+@pytest.mark.slow
 def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
     """Of tokens that devices do not divide, and columns that they may, of each of two problems."""
     h, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 16, 12), (72, 12)))
@@ -438,6 +441,7 @@ def test_parts_that_do_not_fit(rng: np.random.Generator, vocab: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("partitioner", [True, False], ids=["shardy", "gspmd"])
+@pytest.mark.slow
 def test_a_gather_that_a_name_would_spare_is_told_of(partitioner: bool) -> None:
     h, w, y = jnp.ones((2, 8, 16)), jnp.ones((64, 16)), jnp.zeros((2, 8), jnp.int32)
     mesh = mesh_of((2, 4), "auto")
@@ -493,6 +497,7 @@ def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["checked", "found"])
+@pytest.mark.slow
 def test_a_mean_on_gpus_computes_logits_once(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

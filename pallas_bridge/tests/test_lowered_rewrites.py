@@ -148,6 +148,7 @@ def test_calls_of_a_loss_and_its_gradient_are_joined(
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu"), ("cpu", "cuda", "tpu")], ids=str)
+@pytest.mark.slow
 def test_gradients_with_two_factors_are_lowered_for_any_platforms(
     rng: np.random.Generator, platforms: tuple[str, ...]
 ) -> None:

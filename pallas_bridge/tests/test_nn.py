@@ -167,6 +167,7 @@ def test_attention_of_16_bits(dtype: str, rng: np.random.Generator) -> None:
     check(ours(*arrays), jax.nn.dot_product_attention(*arrays, is_causal=True), dtype)
 
 
+@pytest.mark.slow
 def test_xla_program_of_float16(rng: np.random.Generator) -> None:
     """Which that of `jax.nn` does not compile under `jit` on CPUs."""
     arrays = draw(rng, "float16")
@@ -205,6 +206,7 @@ def test_masks_of_objects(rng: np.random.Generator) -> None:
         check(run(*arrays), jax.nn.dot_product_attention(*arrays, mask=wanted[None, None]))
 
 
+@pytest.mark.slow
 def test_maps_traced_masks_and_residuals(
     rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -277,6 +277,7 @@ def test_the_kernel_rounds_as_the_reference(
     assert difference(right, got) < 0.02
 
 
+@pytest.mark.slow
 def test_the_kernel_is_mapped_and_differentiated_as_the_reference(rng: np.random.Generator) -> None:
     params = jnp.asarray(rng.normal(size=(2, 16, 256)), jnp.float32)
     results = []
@@ -324,6 +325,7 @@ def test_philox_has_known_answers() -> None:
     assert got == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_shape() -> None:
     flat, *others = (
         np.asarray(rounding.bits(shape, 3, jnp.uint32(9), jnp.uint32(1))).ravel()
@@ -371,6 +373,7 @@ def test_bfloat16_follows_float32_with_rounding(rng: np.random.Generator, name: 
 @pytest.mark.few(1)
 @pytest.mark.devices(4)
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x"), P(None, None)])
+@pytest.mark.slow
 def test_sharded_state_has_the_parameters_sharding(rng: np.random.Generator, spec: Any) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, spec)
@@ -573,6 +576,7 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ours.muon(1e-2, ns_coeffs=(1.0, 2.0))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_muon_clips_and_rounds(rng: np.random.Generator) -> None:
     params = tree(rng)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), ours.muon(1e-2))

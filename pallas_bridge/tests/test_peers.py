@@ -55,6 +55,7 @@ def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
         (["--factor", "0.5"], ["3x2", "1x300"], ["uniform", "masked"], ["JAX dense"]),
     ],
 )
+@pytest.mark.slow
 def test_factors_and_distributions_over_logits(
     tmp_path: Path, more: list[str], shapes: list[str], distributions: list[str], peers: list[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_factors_and_distributions_over_logits(
             assert "median_ms" in measure, row
 
 
+@pytest.mark.slow
 def test_peers_of_linear_are_timed_and_agree(tmp_path: Path) -> None:
     ours = ["xentile", "xentile as QuACK", "xentile 1 MiB"]
     found = run(
@@ -89,6 +91,7 @@ def test_peers_of_linear_are_timed_and_agree(tmp_path: Path) -> None:
     assert all("tokens" in found[peer]["plan"] for peer in ours)
 
 
+@pytest.mark.slow
 def test_errors_of_linear_are_told(tmp_path: Path) -> None:
     found = run(
         tmp_path,
@@ -134,6 +137,7 @@ TIMED = [
     ("script", "arguments", "programs"),
     [TIMED[0], *(pytest.param(*one, marks=pytest.mark.nightly) for one in TIMED[1:])],
 )
+@pytest.mark.slow
 def test_programs_are_timed_in_turns(
     tmp_path: Path, script: str, arguments: str, programs: list[str]
 ) -> None:

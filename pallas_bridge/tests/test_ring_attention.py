@@ -142,6 +142,7 @@ def close(found: Any, right: Any, dtype: str) -> None:
 
 
 @NEEDS_DEVICES
+@pytest.mark.slow
 def test_without_jit_and_mapped(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32")
     mesh = mesh_of("auto")

@@ -132,6 +132,7 @@ def test_one_program_for_all_values(implementation: Any, rng: np.random.Generato
     check(jax.vmap(run)(coefficients), jnp.stack([run(float(one)) for one in coefficients]))
 
 
+@pytest.mark.slow
 def test_tokens_that_add_nothing_have_no_gradient(rng: np.random.Generator) -> None:
     """Ignored ones, and those of weight 0, whatever their logits are; and masked columns."""
     z = jnp.asarray(rng.normal(size=(2, 3, 41)), jnp.float32)
@@ -261,6 +262,7 @@ def test_sums_of_chunks_are_rounded_once(
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow
 def test_on_a_mesh(kind: AxisType, rng: np.random.Generator) -> None:
     """Tokens over two devices, and the vocabulary over four."""
     hidden, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 16), (64, 16)))

@@ -73,6 +73,7 @@ def test_vmap_of_a_mean_over_any_axis(
     same_bits(jnp.moveaxis(gradients, axis, 0), jnp.stack([g for _, g in separate]))
 
 
+@pytest.mark.slow
 def test_vmap_over_labels_and_over_weights_alone(rng: np.random.Generator) -> None:
     logits, labels = batch(rng, "float32", 6, 50)
     many = jnp.stack([labels, jnp.roll(labels, 1)])
@@ -241,6 +242,7 @@ def test_the_schedule_follows_the_reduction_and_the_dtype(rng: np.random.Generat
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.slow
 def test_forward_mode_and_reverse_mode(rng: np.random.Generator, reduction: Any) -> None:
     logits, labels = batch(rng, "float32", 2, 3, 30)
     # An ignored token has an lse, whose gradient is 0 nevertheless.

@@ -262,6 +262,7 @@ def test_reductions_and_weights(rng: np.random.Generator, way: str, dtype: Any) 
         np.testing.assert_allclose(*wide, rtol=eps, atol=2e-8 if dtype == jnp.bfloat16 else 1e-7)
 
 
+@pytest.mark.slow
 def test_transformations(rng: np.random.Generator) -> None:
     mesh = mesh_of((2, 4), "auto")
     logits, labels, _ = draw(rng, 24, 40)
@@ -357,6 +358,7 @@ def compiled(f: Any, *given: tuple[Any, P]) -> tuple[Any, dict[str, int], list[s
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.slow
 def test_xla_finds_parts_of_a_product(rng: np.random.Generator, reduction: Any) -> None:
     """Of logits of a weight that is sharded, with everything that is known of tokens."""
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 16), (64, 16)))
@@ -412,6 +414,7 @@ def test_programs_that_are_kept_on_disk_or_pickled(tmp_path: Any) -> None:
     np.testing.assert_array_equal(again(*placed), program(*placed))
 
 
+@pytest.mark.slow
 def test_arrays_that_are_there_tell_themselves(rng: np.random.Generator) -> None:
     """Without `jit`, nothing need be said of an array's vocabulary."""
     logits, labels, _ = draw(rng, 8, 64)

@@ -24,12 +24,13 @@ SETTINGS = dict(
 )
 
 
-def units(command: str) -> dict[str, str]:
-    """What a command compiles: the name of each unit by all that tells it from others."""
+def units(command: str, tests_set: str = "default") -> dict[str, str]:
+    """What a command compiles in a set: the name of each unit by all that tells it from others."""
+    settings = SETTINGS if tests_set == "ci" else {}
     result = subprocess.run(
         ["cargo", *command.split(), "--locked", "--unit-graph", "-Z", "unstable-options"],
         cwd=ROOT,
-        env={**os.environ, **SETTINGS, "RUSTC_BOOTSTRAP": "1"},
+        env={**os.environ, **settings, "RUSTC_BOOTSTRAP": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -51,20 +52,18 @@ def units(command: str) -> dict[str, str]:
 
 
 # What a set of tests gives cargo beside a command (scripts/tiers/common.sh).
-SETS = {"default": "", "ci": "--release --features xentile-xla/cuda"}
+SETS = {"default": "--release", "ci": "--release --features xentile-xla/cuda"}
 
 
 @pytest.fixture(scope="module")
 def tests() -> dict[str, dict[str, str]]:
     """What the tier host compiles in each set."""
-    return {name: units(f"test --workspace {flags}") for name, flags in SETS.items()}
+    return {name: units(f"test --workspace {flags}", name) for name, flags in SETS.items()}
 
 
-def test_the_profile_release_has_the_settings_of_dev_in_ci(
-    tests: dict[str, dict[str, str]],
-) -> None:
-    assert len(SETTINGS) > 4
-    assert units("test --workspace --release") == tests["default"]
+def test_the_profile_release_has_the_settings_of_dev_in_ci() -> None:
+    assert len(SETTINGS) > 3
+    assert units("test --workspace --release", "ci") == units("test --workspace", "ci")
 
 
 @pytest.mark.parametrize("tests_set", SETS)
@@ -75,46 +74,40 @@ def test_the_profile_release_has_the_settings_of_dev_in_ci(
         f"test {LIKE_WORKSPACE} --test face --test linear --test operations --test xla",
         f"test {LIKE_WORKSPACE} --package xla-ffi --test abi",
         f"test {LIKE_WORKSPACE} --package pjrt-client --test cpu",
+        "build --workspace --example jax_handlers --example programs",
+        "test --package xentile --package xentile-tools --package xentile-cpu --test norm",
     ],
 )
 def test_commands_of_tiers_compile_nothing_again(
     tests: dict[str, dict[str, str]], tests_set: str, command: str
 ) -> None:
-    again = units(f"{command} {SETS[tests_set]}")
+    again = units(f"{command} {SETS[tests_set]}", tests_set)
     assert again
-    assert [name for key, name in again.items() if key not in tests[tests_set]] == []
-
-
-@pytest.mark.parametrize("example", ["jax_handlers", "programs"])
-@pytest.mark.parametrize("tests_set", SETS)
-def test_examples_compile_nothing_again(
-    tests: dict[str, dict[str, str]], tests_set: str, example: str
-) -> None:
-    profile = {"default": "dev", "ci": "release"}[tests_set]
-    again = units(f"build --workspace --example {example} --profile {profile}")
     assert [name for key, name in again.items() if key not in tests[tests_set]] == []
 
 
 def test_a_wheel_in_ci_compiles_nothing_again(tests: dict[str, dict[str, str]]) -> None:
     """scripts/cargo_of_tests.sh builds its library."""
     command = f"build {LIKE_WORKSPACE} --package xla-ffi --lib --features xla-ffi/testing"
-    again = units(f"{command} {SETS['ci']}")
+    again = units(f"{command} {SETS['ci']}", "ci")
     assert "xentile_xla" in again.values()
     assert [name for key, name in again.items() if key not in tests["ci"]] == []
 
 
-def test_readme_in_ci_compiles_little_again(tests: dict[str, dict[str, str]]) -> None:
+@pytest.mark.parametrize("tests_set", SETS)
+def test_commands_of_readme_compile_little_again(
+    tests: dict[str, dict[str, str]], tests_set: str
+) -> None:
     """What has neither kernels for GPUs nor frames for tests, and what is built on it."""
-    again = units("build --release")
-    little = {name for key, name in again.items() if key not in tests["ci"]}
-    assert little == {
-        *("xla_ffi", "xentile_cuda", "build-script-build", "xentile_xla"),
-        *("xentile_tools", "gradcheck", "microbench", "xentile"),
-    }
+    again = units("build --release", tests_set)
+    little = {name for key, name in again.items() if key not in tests[tests_set]}
+    cuda = {"xentile_cuda", "build-script-build"} if tests_set == "ci" else set()
+    tools = {"xentile_tools", "gradcheck", "microbench", "xentile"}
+    assert little == {"xla_ffi", "xentile_xla", *tools, *cuda}
 
 
 def test_a_package_by_itself_is_compiled_again(tests: dict[str, dict[str, str]]) -> None:
     """That is what the others are held against."""
-    alone = units("build --package xentile-xla")
+    alone = units("build --release --package xentile-xla")
     again = {name for key, name in alone.items() if key not in tests["default"]}
     assert {"xentile", "xentile_cpu"} <= again

@@ -89,15 +89,16 @@ compile_kernels_once() {
         echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS; the tier packaging compiles all"
 }
 
-# In CI's set all is built in the profile that README's commands ask for, with the kernels for GPUs, once.
+# All is built once: but for the nightly set in the profile that README's commands ask for, and in CI's with
+# the kernels for GPUs.
 profile=() profile_folder=debug cuda=""
-if [[ $XENTILE_TEST_SET == ci ]]; then
+if [[ $XENTILE_TEST_SET != nightly ]]; then
     profile=(--release) profile_folder=release
     export XENTILE_TEST_PROFILE=release # for examples that tests in Python build
-    if [[ -n ${XENTILE_NVCC:-} ]]; then
-        cuda=xentile-xla/cuda
-        compile_kernels_once >/dev/null
-    fi
+fi
+if [[ $XENTILE_TEST_SET == ci && -n ${XENTILE_NVCC:-} ]]; then
+    cuda=xentile-xla/cuda
+    compile_kernels_once >/dev/null
 fi
 
 # The features that these have together are those of the whole workspace, which host's tests were built
@@ -105,10 +106,10 @@ fi
 # shellcheck disable=SC2034 # the tiers read it
 like_workspace=("${profile[@]}" --package xentile --package xentile-tools --package xentile-xla ${cuda:+--features "$cuda"})
 
-# In CI's set the tier host has run the tests that need nothing.
+# But for the nightly set the tier host runs the tests that need nothing.
 # shellcheck disable=SC2034 # the tiers read it
 rest=--include-ignored
-[[ $XENTILE_TEST_SET != ci ]] || rest=--ignored
+[[ $XENTILE_TEST_SET == nightly ]] || rest=--ignored
 
 # In CI's set, has what builds the wheel take what tests were built with.
 use_cargo_of_tests() {
