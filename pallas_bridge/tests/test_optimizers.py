@@ -136,6 +136,29 @@ def test_a_small_weight_decay_is_applied_in_the_mean(
     assert abs(np.mean((np.asarray(got["w"], np.float64) - right) / wide)) < 2e-9
 
 
+@pytest.mark.parametrize("name", ["adamw", "adam8bit", "muon"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_first_step_is_the_learning_rate_where_b2_is_near_1(name: str, nesterov: bool) -> None:
+    """1 - b2^t of b2 in float32 is off by 1.3 %."""
+    b2 = {"adam_b2" if name == "muon" else "b2": 1 - 1e-6}
+    optimizer = getattr(ours, name)(0.5, nesterov=nesterov, **b2)
+    params, grads = jnp.zeros(3), jnp.array([1.0, -2.0, 1e-3])
+    got, _ = optimizer.update_and_apply(grads, optimizer.init(params), params)
+    step = 1 + 0.9 * 0.1 / (1 - 0.9**2) if nesterov else 1
+    np.testing.assert_allclose(got, -0.5 * step * np.sign(grads), rtol=2e-5)
+
+
+def test_clipping_keeps_small_gradients_of_16_bits(rng: np.random.Generator) -> None:
+    """Gradients of a norm of 5e4, of which float16 would have none after clipping to 1e-3."""
+    grads = jnp.asarray(rng.normal(size=(8, 16)) * 4000, jnp.float16)
+    params = jnp.zeros((8, 16), jnp.float16)
+    got = []
+    for max_norm in (None, 1e-3):
+        optimizer = ours.muon(0.5, max_norm=max_norm)
+        got.append(optimizer.update_and_apply(grads, optimizer.init(params), params)[0])
+    np.testing.assert_allclose(got[1], got[0], rtol=2e-2, atol=1e-2)
+
+
 def test_adam_and_lion_in_eight_bits(rng: np.random.Generator) -> None:
     params = tree(rng)
     right, _ = train(ours.adamw8bit(1e-2, weight_decay=0.0), params)

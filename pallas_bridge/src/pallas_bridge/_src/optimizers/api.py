@@ -137,7 +137,7 @@ class Options:
             return jnp.asarray(1 - value, jnp.float32)
 
         def correction(value: Any, steps: jax.Array = count) -> jax.Array:
-            return 1 / (1 - jnp.asarray(value, jnp.float32) ** steps)
+            return formula.bias_correction(rest(value), steps)
 
         mu_scale, grad_scale = correction(self.b1), jnp.float32(0)
         if self.nesterov:

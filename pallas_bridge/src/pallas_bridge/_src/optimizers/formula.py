@@ -90,6 +90,11 @@ def clipping(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
     return jnp.where(is_within, jnp.float32(1), most / norm)
 
 
+def bias_correction(rest: jax.Array, steps: jax.Array) -> jax.Array:
+    """Returns 1 / (1 - b^steps) for rest = 1 - b, whose digits b in float32 has lost near 1."""
+    return -1 / jnp.expm1(steps * jnp.log1p(-rest))
+
+
 def seed_of(seed: ArrayLike) -> jax.Array:
     """Returns a seed as uint32."""
     return jnp.asarray(np.uint32(seed % 2**32) if isinstance(seed, int) else seed).astype(

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -150,7 +151,7 @@ class _Muon:
         old = trees.check_moments("mu", state.mu, _only(params, masks), quantizes=False)
         norm, clip = call.norm_and_clip(gradients, self.max_norm)
         if norm is not None:
-            gradients = [(one * clip).astype(one.dtype) for one in gradients]
+            gradients = [one.astype(jnp.float32) * clip for one in gradients]
         others_grads = _without(jax.tree.unflatten(structure, gradients), masks)
         rest, adamw = others(others_grads, state.adamw, _without(params, masks))
         decays = [True] * len(leaves)
@@ -159,11 +160,7 @@ class _Muon:
 
         count = jnp.minimum(state.count, trees.LAST_STEP - 2) + 1
         beta, rest_beta = jnp.float32(self.beta), jnp.asarray(1 - self.beta, jnp.float32)
-
-        def correction(steps: Any) -> jax.Array:
-            found: jax.Array = 1 / (1 - beta**steps)
-            return found
-
+        correction = partial(formula.bias_correction, rest_beta)
         momenta, directions = [], []
         for index, mu in zip(chosen, old, strict=True):
             g = gradients[index].astype(jnp.float32)
