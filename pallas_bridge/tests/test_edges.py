@@ -255,6 +255,23 @@ def test_the_rest_of_what_is_no_array() -> None:
         (lambda: pb.rope(q, offset=None), "offset is None; it must be an array of no axes"),
         (lambda: pb.rope(q, tables=(q, None)), "sin is None; it must be an array [.., S, R / 2]"),
         (lambda: pb.rope(q, tables=q), "tables is of type ArrayImpl; it must be a pair"),
+        (lambda: pb.gelu(2**40), "x is of type int, of which JAX makes no array"),
+        (
+            lambda: pb.gelu(jax.random.key(0)),
+            "x has dtype key<fry>; it must be an array of",
+        ),
+        (lambda: pb.nn.silu(labels), "x has dtype int32; it must be bfloat16, float16 or float32"),
+        (lambda: pb.explain("h", q), "hidden is of type str, of which JAX makes no array"),
+        (
+            lambda: pb.gated_mlp(q, jnp.ones((16, 4), "float8_e5m2"), None, jnp.ones((2, 16))),
+            "w_gate has dtype float8_e5m2 and x float32; JAX promotes them to none: cast one",
+        ),
+        (lambda: pb.nn.dot_product_attention(q, None, q), "key is None; it must be an array"),
+        (
+            lambda: pb.nn.dot_product_attention(q, q, q, query_seq_lengths=jnp.ones(2)),
+            "query_seq_lengths has dtype float32; it must be integers",
+        ),
+        (lambda: pb.zigzag_indices("8", 2), "length is '8'; it must be an integer"),
         (lambda: pb.fp8_dequantize(None, q), "values is None; it must be an array"),
         (lambda: pb.fp8_dequantize(q, None), "scales is None; it must be an array"),
         (lambda: pb.delayed_scale(None), "history is None; it must be an array [.., H]"),
@@ -272,6 +289,37 @@ def test_the_rest_of_what_is_no_array() -> None:
         with pytest.raises(TypeError) as caught:
             call()
         assert str(caught.value).startswith(message), caught.value
+
+
+def test_flags_that_are_none() -> None:
+    q, x, labels = jnp.ones((2, 6, 4, 16)), jnp.ones((3, 8)), jnp.zeros(3, int)
+    weight = jnp.ones((5, 8))
+    calls: dict[str, Callable[..., Any]] = {
+        "return_lse": lambda one: pb.cross_entropy(x, labels, return_lse=one),
+        "donate_logits": lambda one: pb.cross_entropy(x, labels, donate_logits=one),
+        "return_correct": lambda one: pb.linear_cross_entropy(
+            x, weight, labels, return_correct=one
+        ),
+        "batch_invariant": lambda one: pb.linear_cross_entropy(
+            x, weight, labels, batch_invariant=one
+        ),
+        "return_rstd": lambda one: pb.rms_norm(x, None, return_rstd=one),
+        "return_statistics": lambda one: pb.layer_norm(x, None, return_statistics=one),
+        "interleaved": lambda one: pb.gated_mlp(
+            x, jnp.ones((8, 4)), None, jnp.ones((2, 8)), interleaved=one
+        ),
+        "is_causal": lambda one: pb.nn.dot_product_attention(q, q, q, is_causal=one),
+    }
+    known = jnp.array(True)
+    for name, call in calls.items():
+        for value in ("no", np.zeros(2), None):
+            with pytest.raises(TypeError) as caught:
+                call(value)
+            assert str(caught.value) == f"{name} is {value!r}; it must be True or False"
+        with pytest.raises(TypeError, match=f"{name} is traced; it must be known when"):
+            jax.eval_shape(call, True)
+        # Arrays that are known within `jax.jit` are as good as numbers.
+        jax.eval_shape(lambda call=call: call(known))  # type: ignore[misc]
 
 
 def test_heads_before_tokens() -> None:

@@ -931,6 +931,26 @@ def test_what_cudnn_is_asked_for(rng: np.random.Generator, monkeypatch: pytest.M
     few = (given[0][..., 1:, :], *given[1:])
     assert cudnn.attention_of(Options(0.5, causal=True), *few) is None
     assert cudnn.attention_of(Options(0.5), *few) is not None
+
+    @jax.custom_vjp
+    def without_odd_gradients(q: Any, k: Any, v: Any) -> Any:
+        return real(q, k, v, implementation="xla")
+
+    def refuse_odd(*saved: Any) -> Any:
+        if saved[0].shape[1] % 2:
+            raise NotImplementedError("Unsupported sequence length")
+        return without_odd_gradients(*saved), saved
+
+    without_odd_gradients.defvjp(refuse_odd, lambda saved, _: saved)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, **_: without_odd_gradients(*x))
+    assert cudnn.attention_of(Options(0.5), *few) is not None
+    assert cudnn.attention_of(Options(0.5), *few, has_gradient=True) is None
+    assert cudnn.attention_of(Options(0.5), *given, has_gradient=True) is not None
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return jax.vjp(flash_attention, q, k, v)[1](q)
+
+    assert "xentile" in lowered(step, "cuda", q[:, 1:], k, v)
     wide = [x.astype("float32") for x in given]
     assert cudnn.attention_of(Options(0.5), *wide) is None
 

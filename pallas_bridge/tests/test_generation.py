@@ -401,6 +401,20 @@ ERRORS: list[tuple[Any, str]] = [
     ),
     (lambda p, c: sample(jnp.ones(3), [0]), r"logits has shape \(3,\); it must be \[B, V\]"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0, 1]), "seeds has shape"),
+    (lambda p, c: sample(jnp.ones((1, 0)), [0]), r"logits has shape \(1, 0\); it must be \[B, V\]"),
+    (lambda p, c: sample(jnp.ones((1, 3)), 0, [0]), r"seeds has shape \(\); it must be \(1,\)"),
+    (
+        lambda p, c: sample(jnp.ones((1, 3)), [0], [0, 1]),
+        r"steps has shape \(2,\); it must be \(1,\)",
+    ),
+    (lambda p, c: sample(jnp.ones((1, 3)), [0.5]), "seeds has dtype float32; it must be integers"),
+    (lambda p, c: sample(jnp.ones((1, 3)), [0], temperature=None), "temperature is None; it must"),
+    (
+        lambda p, c: jax.jit(lambda t: sample(jnp.ones((2, 3)), [0, 1], temperature=t))(
+            jnp.ones(2)
+        ),
+        r"temperature is traced, of shape \(2,\) and dtype float32; it must be a scalar",
+    ),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], temperature=-1), "temperature is -1; it must be f"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k=0), "top_k is 0; it must be a whole"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k="a"), "top_k is 'a'; it must be a number"),

@@ -503,6 +503,31 @@ def test_advantages_of_groups(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found[[0, 2]], wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_sums_of_16_bits(rng: np.random.Generator) -> None:
+    """Of bfloat16 a sum of responses has 8 bits, and of float16 a square of 300 is infinite."""
+    chosen, rejected, *refs = jnp.asarray(-rng.random((4, 3, 500)) * 4, jnp.bfloat16)
+    wide = [one.astype(jnp.float32) for one in (chosen, rejected, *refs)]
+    np.testing.assert_array_equal(losses.dpo_loss(chosen, rejected, *refs), losses.dpo_loss(*wide))
+    rewards = jnp.array([[300.0, 900.0, 600.0]], jnp.float16)
+    np.testing.assert_allclose(losses.group_advantages(rewards), [-(1.5**0.5), 1.5**0.5, 0])
+
+
+def test_dtypes_and_coefficients_that_are_refused() -> None:
+    x = jnp.ones((2, 3))
+    for call, message in (
+        (lambda: losses.dpo_loss(x.astype(complex), x, x, x), "chosen has dtype complex64; it"),
+        (lambda: losses.kto_kl(x.astype("float8_e5m2"), x), "logps has dtype float8_e5m2; it must"),
+        (lambda: losses.dpo_loss(x, x, x, x, beta="a"), "beta is 'a'; it must be a number"),
+        (lambda: losses.orpo_loss(x, x, x, x, weight=[1]), r"weight is \[1\]; it must be a number"),
+        (
+            lambda: jax.vmap(lambda b: losses.grpo_loss(x, x, x, x[0, :2], x, beta=b))(x),
+            r"beta is traced, of shape \(3,\) and dtype float32; it must be a scalar",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
 def test_shapes_that_do_not_fit() -> None:
     """Such as would broadcast, too."""
     x, y, mask = jnp.zeros((4, 7)), jnp.zeros((3, 5)), jnp.ones((4, 7), bool)

@@ -282,6 +282,23 @@ def test_on_a_mesh(kind: AxisType, rng: np.random.Generator) -> None:
             check(jax.jit(jax.value_and_grad(loss, (0, 2)))(arrays, placed, numbers), wanted)
 
 
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_a_known_array_beside_a_traced_coefficient(
+    rng: np.random.Generator, is_linear: bool
+) -> None:
+    x = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
+    weight, labels = jnp.asarray(rng.normal(size=(11, 8)), jnp.float32), jnp.array([0, 4, 10])
+
+    def loss(smoothing: Any, z_loss: Any) -> jax.Array:
+        options = {"label_smoothing": smoothing, "z_loss": z_loss}
+        if is_linear:
+            return linear_cross_entropy(x, weight, labels, **options)
+        return cross_entropy(x @ weight.T, labels, **options)
+
+    found = jax.jit(lambda one: loss(one, jnp.float32(0.5)))(0.25)
+    np.testing.assert_allclose(found, loss(0.25, 0.5), rtol=1e-5)
+
+
 def test_what_is_refused() -> None:
     hidden, weight = jnp.ones((2, 3, 8)), jnp.ones((41, 8))
 

@@ -20,14 +20,17 @@ scalars, but for `clip`.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._src.checks import as_array, check_number
+from ._src.arrays import wide
+from ._src.checks import as_array, check_number, is_traced
 from ._src.distillation import linear_kl_divergence
 from ._src.keywords import hinted
+from ._src.losses.traced import check_scalar
 
 __all__ = [
     "dpo_loss",
@@ -71,13 +74,14 @@ def dpo_loss(
       beta: The strength of the constraint to the reference.
 
     Raises:
+      TypeError: a dtype that is not taken, or a coefficient that is no number.
       ValueError: shapes that disagree.
     """
     chosen, ref_chosen = _per_token(chosen=chosen, ref_chosen=ref_chosen)
     rejected, ref_rejected = _per_token(rejected=rejected, ref_rejected=ref_rejected)
     _check_responses("rejected", rejected.shape[:-1], chosen)
     margin = _log_ratios(chosen, ref_chosen) - _log_ratios(rejected, ref_rejected)
-    return -jax.nn.log_sigmoid(beta * margin).mean()
+    return -jax.nn.log_sigmoid(_coefficient("beta", beta) * margin).mean()
 
 
 @hinted
@@ -107,18 +111,20 @@ def kto_loss(
       undesirable_weight: lambda_U.
 
     Raises:
+      TypeError: a dtype that is not taken, or a coefficient that is no number.
       ValueError: shapes that disagree.
     """
     logps, ref_logps = _per_token(logps=logps, ref_logps=ref_logps)
-    kl = as_array("kl", kl, "of no axes")
+    kl = _real("kl", kl, "of no axes")
     desirable = as_array("desirable", desirable, "[B], of booleans").astype(bool)
     _check_responses("desirable", desirable.shape, logps)
     if kl.ndim:
         raise ValueError(f"kl has shape {kl.shape}; it must be a scalar, as of kto_kl")
-    gain = beta * (_log_ratios(logps, ref_logps) - jax.lax.stop_gradient(kl))
+    gain = _coefficient("beta", beta) * (_log_ratios(logps, ref_logps) - jax.lax.stop_gradient(kl))
     # 1 - sigmoid(x) is sigmoid(-x), without its cancellation.
-    desired = desirable_weight * jax.nn.sigmoid(-gain)
-    return jnp.where(desirable, desired, undesirable_weight * jax.nn.sigmoid(gain)).mean()
+    desired = _coefficient("desirable_weight", desirable_weight) * jax.nn.sigmoid(-gain)
+    factor = _coefficient("undesirable_weight", undesirable_weight)
+    return jnp.where(desirable, desired, factor * jax.nn.sigmoid(gain)).mean()
 
 
 @hinted
@@ -130,6 +136,7 @@ def kto_kl(logps: ArrayLike, ref_logps: ArrayLike) -> Array:
     `jax.lax.stop_gradient(params)`, and nothing is kept for a backward pass.
 
     Raises:
+      TypeError: a dtype that is not taken.
       ValueError: shapes that disagree.
     """
     logps, ref_logps = _per_token(logps=logps, ref_logps=ref_logps)
@@ -158,13 +165,16 @@ def orpo_loss(
       weight: lambda, of the odds ratio.
 
     Raises:
+      TypeError: a dtype that is not taken, or a coefficient that is no number.
       ValueError: shapes that disagree.
     """
     chosen, chosen_mask = _per_token(chosen=chosen, chosen_mask=chosen_mask)
     rejected, rejected_mask = _per_token(rejected=rejected, rejected_mask=rejected_mask)
     _check_responses("rejected", rejected.shape[:-1], chosen)
     c, r = _mean_of(chosen, chosen_mask, -1), _mean_of(rejected, rejected_mask, -1)
-    return -(c + weight * jax.nn.log_sigmoid(_log_odds(c) - _log_odds(r))).mean()
+    ratio = _coefficient("weight", weight) * jax.nn.log_sigmoid(_log_odds(c) - _log_odds(r))
+    loss: Array = -(c + ratio).mean()
+    return loss
 
 
 @hinted
@@ -194,16 +204,17 @@ def grpo_loss(
       beta: The weight of the divergence.
 
     Raises:
+      TypeError: a dtype that is not taken, or a coefficient that is no number.
       ValueError: shapes that disagree, or a clip outside its range.
     """
     logps, old_logps, ref_logps, mask = _per_token(
         logps=logps, old_logps=old_logps, ref_logps=ref_logps, mask=mask
     )
-    advantages = as_array("advantages", advantages, "[B]")
+    advantages = _real("advantages", advantages, "[B]")
     _check_responses("advantages", advantages.shape, logps)
     surrogate = _clipped_surrogate(logps, old_logps, advantages[..., None], mask, clip)
     d = jnp.where(mask, jax.lax.stop_gradient(ref_logps) - logps, 0.0)
-    losses = beta * (_bounded(jnp.expm1, d) - d) - surrogate
+    losses = _coefficient("beta", beta) * (_bounded(jnp.expm1, d) - d) - surrogate
     return _mean_of(losses, mask, -1).mean()
 
 
@@ -215,9 +226,10 @@ def group_advantages(rewards: ArrayLike) -> Array:
     rewards are equal they say nothing, and advantages are 0.
 
     Raises:
+      TypeError: a dtype that is not taken.
       ValueError: rewards of another shape.
     """
-    rewards = as_array("rewards", rewards, "[groups, responses]")
+    rewards = _real("rewards", rewards, "[groups, responses]")
     if rewards.ndim != 2:
         raise ValueError(f"rewards has shape {rewards.shape}; it must be [groups, responses]")
     centred = rewards - rewards.mean(-1, keepdims=True)
@@ -253,6 +265,7 @@ def ppo_policy_loss(
       entropy_weight: c_2, the weight of the bonus.
 
     Raises:
+      TypeError: a dtype that is not taken, or a coefficient that is no number.
       ValueError: shapes that disagree, or a clip outside its range.
     """
     logps, old_logps, advantages, mask = _per_token(
@@ -261,17 +274,19 @@ def ppo_policy_loss(
     gains = _clipped_surrogate(logps, old_logps, advantages, mask, clip)
     if entropies is not None:
         _, entropies = _per_token(logps=logps, entropies=entropies)
-        gains = gains + entropy_weight * entropies
+        gains = gains + _coefficient("entropy_weight", entropy_weight) * entropies
     return -_mean_of(gains, mask, None)
 
 
 def _per_token(**arrays: ArrayLike) -> list[Array]:
-    """Returns arrays of one shape, [.., T]; masks are booleans.
+    """Returns arrays of one shape, [.., T]; masks are booleans, the others as `_real` has them.
 
     Raises:
+        TypeError: a dtype that is not taken.
         ValueError: shapes that disagree.
     """
-    found = [as_array(name, array, "[B, T]") for name, array in arrays.items()]
+    makes = {name: as_array if "mask" in name else _real for name in arrays}
+    found = [makes[name](name, array, "[B, T]") for name, array in arrays.items()]
     (first, *_), shape = arrays, found[0].shape
     for name, array in zip(arrays, found, strict=True):
         if array.ndim == 0 or array.shape != shape:
@@ -281,6 +296,29 @@ def _per_token(**arrays: ArrayLike) -> list[Array]:
         array.astype(bool) if "mask" in name else array
         for name, array in zip(arrays, found, strict=True)
     ]
+
+
+def _real(name: str, value: ArrayLike, right: str) -> Array:
+    """Returns an array in float32 or wider, so that no sum is rounded to 16 bits.
+
+    Raises:
+        TypeError: no array, or one of complex numbers or float8.
+    """
+    array = as_array(name, value, right)
+    is_float8 = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1
+    if is_float8 or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32")
+    return wide(array)
+
+
+def _coefficient(name: str, value: Any) -> Any:
+    """Returns a number, or a traced scalar of floats.
+
+    Raises:
+        TypeError: another value.
+    """
+    check_scalar(name, value)
+    return value if is_traced(value) else check_number(name, value)
 
 
 def _check_responses(name: str, shape: tuple[int, ...], logps: Array) -> None:

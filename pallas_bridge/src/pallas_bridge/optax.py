@@ -95,7 +95,8 @@ def softmax_cross_entropy_with_integer_labels(
     of_vocab = tuple(x.shape[one] for one in axes)
     shape, x = x.shape, flat(x)
     vocab = x.shape[-1]
-    if y.ndim != len(batch_axes):
+    pairs = zip(x.shape[:-1], y.shape, strict=False)
+    if y.ndim != len(batch_axes) or any(1 not in pair and len({*pair}) > 1 for pair in pairs):
         raise ValueError(
             f"labels have shape {y.shape}; it must be {x.shape[:-1]}, that of logits without axis "
             f"{axis}"

@@ -16,30 +16,23 @@ FLOAT32 = np.finfo(np.float32)
 INT64 = np.iinfo(np.int64)
 
 
-def refuse_none(name: str, value: Any, right: str) -> None:
-    """Checks that there is an array; `right` says of which shape.
-
-    Raises:
-        TypeError: it is None.
-    """
-    if value is None:
-        raise TypeError(f"{name} is None; it must be an array {right}")
-
-
 def as_array(name: str, value: Any, right: str) -> jax.Array:
     """Returns an array of what a user passes for one; `right` says of which shape it must be.
 
     Raises:
         TypeError: it is None, or nothing that an array is made of.
     """
-    refuse_none(name, value, right)
+    if value is None:
+        raise TypeError(f"{name} is None; it must be an array {right}")
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be an array of numbers, {right}")
     if isinstance(value, jax.Array) and not jax.typeof(value).weak_type:
         # Of a tracer, `jnp.asarray` makes another by an operation that changes nothing, whose
         # result `jax.debug_infs` looks at: logits of -inf, say.
         return value
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} is of type {type(value).__name__}, of which JAX makes no array; it must be an "
             f"array {right}"
@@ -141,7 +134,9 @@ def check_flag(name: str, value: Any) -> bool:
         TypeError: it is no bool, or traced.
     """
     refuse_traced(name, value)
-    if value not in (False, True):
+    if isinstance(value, jax.Array | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, jax.Array | np.ndarray) or value not in (False, True):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
 

@@ -111,7 +111,10 @@ def linear_kl_divergence(
     batch = rows.shape[:-1]
     factors = jnp.ones(batch, jnp.float32)
     if weights is not None:
-        factors = as_array("weights", weights, "[..], as hidden [.., D]").astype(jnp.float32)
+        factors = as_array("weights", weights, "[..], as hidden [.., D]")
+        if jnp.issubdtype(factors.dtype, jnp.complexfloating):
+            raise TypeError(f"weights has dtype {factors.dtype}; it must be real")
+        factors = factors.astype(jnp.float32)
         if factors.shape != batch:
             raise ValueError(f"weights has shape {factors.shape}; it must be {batch}")
     if reduction == "mean":

@@ -12,7 +12,7 @@ import numpy as np
 from . import linear
 from .arrays import match_rank
 from .bound import Bound
-from .checks import check_dtype, promoted
+from .checks import check_dtype, check_integer, promoted
 from .chunk_loops import for_each_chunk, make_alike
 
 # Columns of the vocabulary that a CPU adds to sums of dweight at a time.
@@ -83,6 +83,7 @@ def find_vocab_axis(hidden: Any, weight: Any, bias: Any, vocab_axis: int | None)
                 "set vocab_axis to 0 for [V, D] or to 1 for [D, V]"
             )
         vocab_axis = 0 if weight.shape[1] == width else 1
+    vocab_axis = check_integer("vocab_axis", vocab_axis)
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis is {vocab_axis!r}; it must be 0, 1 or None")
     if weight.shape[1 - vocab_axis] != width:

@@ -18,6 +18,7 @@ from ..checks import (
     REFERENCE_TAKES_OTHERS,
     as_array,
     check_dtype,
+    check_flag,
     check_float,
     check_float32,
     promoted,
@@ -141,6 +142,7 @@ def gated_mlp(
     if activation != "silu" and alpha != 1.0:
         raise ValueError(f"alpha is {alpha}; it must be 1 where activation is {activation!r}")
     kind: Kind = "silu" if activation == "gelu_quick" else activation
+    interleaved = check_flag("interleaved", interleaved)
     if w_up is not None and interleaved:
         raise ValueError("interleaved is True and w_up is given; of two matrices nothing is packed")
     options = gated_options(
@@ -199,6 +201,11 @@ def _check(arrays: dict[str, jax.Array]) -> None:
         check_float(name, array)
         if name not in ("x", "residual") and array.ndim != 2:
             raise ValueError(f"{name} has shape {array.shape}; it must have two axes")
+        if array.dtype != arrays["x"].dtype:
+            raise TypeError(
+                f"{name} has dtype {array.dtype} and x {arrays['x'].dtype}; JAX promotes them to "
+                "none: cast one of them"
+            )
     x, gate, down = arrays["x"], arrays["w_gate"], arrays["w_down"]
     check_like("residual", arrays.get("residual"), "x", x)
     if x.ndim == 0:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from .. import gathering, one_program
 from ..arrays import wide
 from ..bound import Bound
-from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint
+from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint, check_flag
 from ..implementations import choose
 from ..keywords import hinted_with
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
@@ -102,7 +102,7 @@ def _prepare(
         every_token=requested.lse,
         entropy=requested.entropy,
         correct=requested.correct,
-        donate_logits=donate_logits,
+        donate_logits=check_flag("donate_logits", donate_logits),
         implementation=implementation,
     )
     if mapping is not None:
@@ -248,7 +248,7 @@ def cross_entropy(
     10.8249
     """
     check_reduction(reduction, "none", "mean", "sum")
-    requested = Request(return_lse, return_entropy, return_correct)
+    requested = Request.checked(return_lse, return_entropy, return_correct)
     arrays = _prepare(logits, labels, weights, columns, requested, **options)
     request, weights = arrays.request, arrays.weights
     if reduction == "none":
@@ -290,7 +290,7 @@ def cross_entropy_per_token(
       TypeError: a dtype that is not taken, or an option that is no number or is traced.
       ValueError: shapes that disagree, or an option outside its range.
     """
-    requested = Request(return_lse, return_entropy, return_correct)
+    requested = Request.checked(return_lse, return_entropy, return_correct)
     arrays = _prepare(logits, labels, None, columns, requested, **options)
     outputs = arrays.per_token(0, 1)
     return outputs.loss, outputs.logps, *arrays.request.select(outputs)

@@ -26,7 +26,7 @@ def forward(
     the choice is part of the traced program. The caller does not see lse: where the call
     `has_gradient`, its place is taken by what cuDNN's backward pass takes of the forward pass.
     """
-    function = attention_of(options, *arrays[:3])
+    function = attention_of(options, *arrays[:3], has_gradient=has_gradient)
     if function is None:
         return others(*arrays)
     saving = function.saving(*arrays[:3]) if has_gradient else None
@@ -48,7 +48,7 @@ def backward(
     options: Options, others: Kernel, arrays: Sequence[jax.Array], o: Any, lse: Any, do: Any
 ) -> tuple[jax.Array, ...]:
     """Returns dq, dk and dv, by `others` where they are not cuDNN's."""
-    function = attention_of(options, *arrays[:3])
+    function = attention_of(options, *arrays[:3], has_gradient=True)
     if function is None:
         return others(*arrays, o, lse, do)
     saving = function.saving(*arrays[:3])
@@ -206,10 +206,13 @@ def _by_heads(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(*like.shape[:-1], x.shape[-1])
 
 
-def attention_of(options: Options, q: Any, k: Any, v: Any) -> Cudnn | None:
+def attention_of(
+    options: Options, q: Any, k: Any, v: Any, *, has_gradient: bool = False
+) -> Cudnn | None:
     """Returns cuDNN's attention of q, k and v of such types; None where it has not all options.
 
-    JAX says so too, as where this process has no cuDNN. lse is not its: JAX rounds what it gives.
+    JAX says so too, as where this process has no cuDNN, or of odd lengths where the call
+    `has_gradient`. lse is not its: JAX rounds what it gives.
     """
     has_more = options.has_lengths or options.has_segments or options.has_sinks or options.gives_lse
     queries, keys = q.shape[-2], k.shape[-2]
@@ -230,8 +233,9 @@ def attention_of(options: Options, q: Any, k: Any, v: Any) -> Cudnn | None:
     more["is_causal"] = is_causal
     attend = Bound(_attend, options.scale, tuple(more.items()))
     function = Cudnn(attend, tuple(spec_of(jax.typeof(q))))
+    probe = (lambda *arrays: jax.vjp(function, *arrays)[0]) if has_gradient else function
     try:
-        jax.eval_shape(function, q, k, v)
+        jax.eval_shape(probe, q, k, v)
     except (RuntimeError, ValueError, NotImplementedError):
         return None
     return function

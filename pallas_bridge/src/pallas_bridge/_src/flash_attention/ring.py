@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from .. import meshes
 from ..arrays import match_rank
 from ..bound import Bound
-from ..checks import as_array, check_flag, promoted
+from ..checks import as_array, check_flag, check_integer, promoted
 from ..compat import varying_axes
 from ..custom_call import vary_alike
 from ..implementations import choose
@@ -40,12 +40,14 @@ def zigzag_indices(length: int, devices: int) -> np.ndarray[Any, np.dtype[np.int
     order, and `y[:, numpy.argsort(indices)]` back. The indices are the positions for `rope`.
 
     Raises:
-      ValueError: 2 * devices does not divide length.
+      TypeError: no integers.
+      ValueError: 2 * devices does not divide length, or one is negative.
 
     >>> zigzag_indices(8, 2)
     array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
-    if devices < 1 or length % (2 * devices):
+    length, devices = check_integer("length", length, 0), check_integer("devices", devices, 1)
+    if length % (2 * devices):
         raise ValueError(
             f"length is {length} and devices {devices}; length must be a multiple of 2 * devices"
         )

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..checks import as_array, as_operand, check_number, is_traced
+from ..checks import as_array, as_operand, check_float, check_number, is_traced
 from ..keywords import hinted
 from . import sampling_kernel
 
@@ -65,15 +65,19 @@ def sample(
       ValueError: logits of another shape, or an option outside its range.
     """
     logits = as_array("logits", logits, "[B, V]")
-    if logits.ndim != 2:
-        raise ValueError(f"logits has shape {logits.shape}; it must be [B, V]")
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {logits.shape}; it must be [B, V] with V at least 1")
+    check_float("logits", logits)
     options = check_sampling(temperature, top_k, top_p, min_p)
     seeds = as_operand("seeds", seeds, "of integers, [B]")
     steps = as_operand("steps", steps, "of integers, [B] or []")
-    if seeds.shape != logits.shape[:1]:
-        raise ValueError(f"seeds has shape {seeds.shape}; it must be {logits.shape[:1]}")
-    if steps.shape not in ((), seeds.shape):
-        raise ValueError(f"steps has shape {steps.shape}; it must be {seeds.shape} or ()")
+    batch = logits.shape[:1]
+    for name, array, shapes in (("seeds", seeds, (batch,)), ("steps", steps, (batch, ()))):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
+        if array.shape not in shapes:
+            right = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} has shape {array.shape}; it must be {right}")
     has_kernel = sampling_kernel.is_usable([logits], logits.shape[1])
     found: tuple[Array, Array]
     if {seeds.dtype, steps.dtype} != {np.dtype(np.int32)} or any(
@@ -125,21 +129,32 @@ def check_sampling(
         TypeError: one is no number.
         ValueError: one is outside its range.
     """
+    if temperature is None:
+        raise TypeError("temperature is None; it must be a number, 0 to take the largest logit")
+    numbers: list[Any] = []
     for name, value, least, most, right in (
         ("temperature", temperature, 0.0, 1e30, "finite and at least 0"),
         ("top_k", top_k, 1.0, 2.0**31 - 1, "a whole number of at least 1"),
         ("top_p", top_p, 1e-30, 1.0, "above 0 and at most 1"),
         ("min_p", min_p, 0.0, 1.0, "0 to 1"),
     ):
+        if is_traced(value) and (value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating)):
+            raise TypeError(
+                f"{name} is traced, of shape {value.shape} and dtype {value.dtype}; it must be a "
+                "scalar: use jax.vmap for one of each row"
+            )
         if value is None or is_traced(value):
+            numbers.append(value)
             continue
         number = check_number(name, value)
+        numbers.append(number)
         if not least <= number <= most or (name == "top_k" and number != int(number)):
             raise ValueError(f"{name} is {value}; it must be {right}")
-    if not is_traced(temperature) and temperature == 0:
+    options = Sampling(*numbers)
+    if not is_traced(options.temperature) and options.temperature == 0:
         return Sampling(None, None, None, None)
-    is_whole = not is_traced(top_p) and top_p == 1
-    return Sampling(temperature, top_k, None if is_whole else top_p, min_p)
+    is_whole = not is_traced(options.top_p) and options.top_p == 1
+    return options._replace(top_p=None) if is_whole else options
 
 
 def as_vector(options: Sampling) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import pallas
-from ..checks import as_array, check_operand, refuse_none
+from ..checks import as_array, check_flag, check_operand
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
@@ -187,7 +187,7 @@ def linear_cross_entropy(
     check_reduction(reduction, "none", "mean", "sum")
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, weights, return_lse, **options)
-    requested = Request(return_lse, return_entropy, return_correct)
+    requested = Request.checked(return_lse, return_entropy, return_correct)
     requested = call.place(requested, columns, axis_name=axis_name)
     factors = call.weights
     if reduction != "none":
@@ -234,6 +234,7 @@ def linear_cross_entropy_value_and_grad(
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
     check_reduction(reduction, "mean", "sum")
+    hidden = as_array("hidden", hidden, "[.., D]")
     call = Call(hidden, weight, labels, weights, takes_traced=False, **options)
     operands = call.flat
     factors = token_factors(call.options, reduction, call.labels, call.weights).reshape(-1)
@@ -255,7 +256,7 @@ def linear_cross_entropy_value_and_grad(
         *given, factors, sums = make_alike(*operands, factors, sums)
         losses, *_, gradients = planned.fused_adding(Operands(*given), factors, sums)
         loss, (dhidden, sums, dbias) = weighted(losses, factors).sum(), gradients
-    dhidden = dhidden.reshape(jnp.shape(hidden)).astype(jnp.result_type(hidden))
+    dhidden = dhidden.reshape(hidden.shape).astype(hidden.dtype)
     return loss, (dhidden, sums) if dbias is None else (dhidden, sums, dbias)
 
 
@@ -286,7 +287,7 @@ def linear_cross_entropy_per_token(
     """
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, None, return_lse, **options)
-    requested = Request(return_lse, return_entropy, return_correct)
+    requested = Request.checked(return_lse, return_entropy, return_correct)
     requested = call.place(requested, columns, axis_name=axis_name)
     found = call.outputs(requested)
     loss = call.coefficients.loss(call.options, call.labels, found)
@@ -325,8 +326,14 @@ def explain(
         unknown platform.
     """
     tile = check_tile(time_block, block_size)
-    refuse_none("hidden", hidden, "[.., D], or its shape and dtype")
-    refuse_none("weight", weight, "[V, D] or [D, V], or its shape and dtype")
+    batch_invariant = check_flag("batch_invariant", batch_invariant)
+    check_reduction(reduction, "none", "mean", "sum")
+    given = {"hidden": (hidden, "[.., D]"), "weight": (weight, "[V, D] or [D, V]")}
+    given |= {} if bias is None else {"bias": (bias, "[V]")}
+    for name, (one, right) in given.items():
+        if not isinstance(one, jax.ShapeDtypeStruct):
+            given[name] = as_array(name, one, f"{right}, or its shape and dtype"), right
+    hidden, weight, bias = (given.get(name, (None,))[0] for name in ("hidden", "weight", "bias"))
     if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
         hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
     axis = find_vocab_axis(hidden, weight, bias, vocab_axis)

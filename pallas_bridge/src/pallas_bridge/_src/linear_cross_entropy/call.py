@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .. import gathering, meshes, one_program
 from ..bound import Bound
-from ..checks import as_array, is_traced, refuse_traced
+from ..checks import as_array, check_flag, is_traced, refuse_traced
 from ..chunk_loops import make_alike, map_chunks, pad_tokens
 from ..cross_entropy import reference
 from ..implementations import choose
@@ -66,6 +66,7 @@ class Call:
         `every_token` is whether lse of ignored tokens is read, `takes_traced` whether label
         smoothing, z-loss, softcap and temperature may be traced.
         """
+        batch_invariant = check_flag("batch_invariant", batch_invariant)
         self.coefficients = Coefficients(label_smoothing, z_loss)
         if not takes_traced:
             mapping_options = {"softcap": softcap, "temperature": temperature}

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from .. import meshes
 from ..arrays import match_rank, wide
-from ..checks import as_array
+from ..checks import as_array, check_flag
 from ..logits_gemms import FLOAT32, Bias, as_gemm_operands
 from .options import Options, is_ignored
 
@@ -56,6 +56,19 @@ class Request:
     entropy: bool = False
     correct: bool = False
     columns: jax.Array | None = None
+
+    @classmethod
+    def checked(cls, lse: Any, entropy: Any, correct: Any) -> "Request":
+        """Returns the request of what a user passes, without columns.
+
+        Raises:
+            TypeError: one is no bool, or traced.
+        """
+        return cls(
+            check_flag("return_lse", lse),
+            check_flag("return_entropy", entropy),
+            check_flag("return_correct", correct),
+        )
 
     @property
     def distribution(self) -> bool:

@@ -97,7 +97,8 @@ class Coefficients:
             # Where logits are masked by -inf, their mean is -inf, which a share of 0 leaves out.
             smooth = jnp.where(share == 0, 0, loss)
             loss = (1 - share) * negative_logps + share * smooth
-        if not is_traced(self.z_loss) and self.z_loss == 0:
+        # Within `jax.jit` arrays that are known compare as traced ones.
+        if not is_traced(self.z_loss) and float(self.z_loss) == 0:
             return loss
         # A loss that is not finite has the gradient that it has without z-loss.
         counts = jnp.isfinite(outputs.lse) & ~is_ignored(options, labels)

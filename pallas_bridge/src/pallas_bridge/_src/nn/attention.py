@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..checks import DTYPES
+from ..checks import DTYPES, as_array, check_flag, check_float, promoted
 from ..flash_attention import cudnn
 from ..flash_attention.api import attend
+from ..flash_attention.declaration import OPERATION
 from ..flash_attention.options import (
     COLUMNS_STEP,
     MOST_COLUMNS,
@@ -32,6 +33,7 @@ from .masks import (
     window_ranges,
 )
 
+IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
 LOGGER = logging.getLogger("pallas_bridge")
 # For GPUs XLA makes no GEMM of a product whose summed extent times the others' sum is less
 # (xla_gpu_gemm_rewrite_size_threshold).
@@ -110,14 +112,31 @@ def dot_product_attention(
       ValueError: shapes that disagree, a negative side of a window (`jax.nn` then hides a query's
         own key from it), or an implementation that cannot run the call.
     """
-    arrays = [jnp.asarray(one) for one in (query, key, value)]
-    dtype = jnp.result_type(*arrays)
-    q, k, v = (one.astype(dtype) for one in arrays)
+    given = {"query": query, "key": key, "value": value}
+    right = "[B, T, N, H] or [T, N, H]"
+    arrays = promoted(*(as_array(name, one, right) for name, one in given.items()))
+    for name, one in zip(given, arrays, strict=True):
+        check_float(name, one)
+        if one.dtype != arrays[0].dtype:
+            raise TypeError(f"{name} has dtype {one.dtype} and query {arrays[0].dtype}: cast one")
+        if one.ndim not in (3, 4) or one.ndim != arrays[0].ndim:
+            raise ValueError(f"{name} has shape {one.shape}; it must be {right}, as the others are")
+    q, k, v = arrays
+    is_causal = check_flag("is_causal", is_causal)
+    return_residual = check_flag("return_residual", return_residual)
+    names = (*IMPLEMENTATIONS_OF_JAX, *OPERATION.implementations)
+    if implementation is not None and implementation not in names:
+        known = ", ".join(map(repr, names))
+        raise ValueError(
+            f"implementation is {implementation!r}; it must be one of {known}, or None"
+        )
     window = check_window(local_window_size, "local_window_size")
+    query_seq_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, q)
+    key_value_seq_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, q)
     plan = make_plan(
         q, k, v, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, window
     )
-    is_jax = implementation in ("xla", "cudnn")
+    is_jax = implementation in IMPLEMENTATIONS_OF_JAX
     if not is_jax and plan.reason is not None and implementation is not None:
         raise ValueError(
             f"nn.dot_product_attention: implementation is {implementation!r}, and {plan.reason}; "
@@ -137,8 +156,8 @@ def dot_product_attention(
             mask=mask,
             scale=scale,
             is_causal=is_causal,
-            query_seq_lengths=_int32(query_seq_lengths),
-            key_value_seq_lengths=_int32(key_value_seq_lengths),
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
             local_window_size=_window_of_jax(window, q.shape[-3], k.shape[-3]),
             implementation=implementation if is_jax else "xla",
             **extra,
@@ -152,7 +171,7 @@ def dot_product_attention(
     o, lse = attend(options, q, k, v, seen, plan.segments)
     if not return_residual:
         return o
-    return o, jax.lax.stop_gradient(lse.astype(dtype))
+    return o, jax.lax.stop_gradient(lse.astype(q.dtype))
 
 
 @hinted
@@ -187,9 +206,11 @@ def explain_attention(
     if platform not in rows or rows[platform].implementation is None:
         return f"refused: flash_attention has nothing that runs on {platform} here"
     row, detail = rows[platform], ""
-    runner = {"reference": "XLA's program", "pallas": "JAX's splash attention"}.get(
-        str(row.implementation), "flash_attention kernels"
-    )
+    runners = 2 * [
+        {"reference": "XLA's program", "pallas": "JAX's splash attention"}.get(
+            str(row.implementation), "flash_attention kernels"
+        )
+    ]
     if platform == "cuda" and row.implementation == "custom_call":
         options, _ = _kernel_call(plan, q, k, scale, *lengths, False)
         heads_first = [
@@ -200,9 +221,11 @@ def explain_attention(
                 (v, (k.shape[-2],)),
             )
         ]
-        if cudnn.attention_of(options, *heads_first) is not None:
-            runner, detail = "cuDNN", "\nnot the kernel: cuDNN has all of the options"
-    return f"forward: {runner}\nbackward: {runner}\nplatform: {platform}, {row.reason}{detail}"
+        for place, has_gradient in enumerate((False, True)):
+            if cudnn.attention_of(options, *heads_first, has_gradient=has_gradient) is not None:
+                runners[place], detail = "cuDNN", "\nnot the kernel: cuDNN has all of the options"
+    forward, backward = runners
+    return f"forward: {forward}\nbackward: {backward}\nplatform: {platform}, {row.reason}{detail}"
 
 
 def make_plan(
@@ -358,7 +381,7 @@ def _kernel_call(
 
 def _per_query(lengths: Any, q: Any) -> jax.Array:
     """Returns lengths [B, 1], or [1] where q has no batch."""
-    array = jnp.asarray(lengths).astype(jnp.int32)
+    array = jnp.asarray(lengths)
     return array.reshape(-1, 1) if q.ndim == 4 else array.reshape(1)
 
 
@@ -386,8 +409,22 @@ def _attention_of_jax(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) 
     return jax.lax.platform_dependent(q, k, v, cpu=widened, default=attention)
 
 
-def _int32(lengths: Any) -> Any:
-    return None if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
+def _check_lengths(name: str, lengths: Any, q: jax.Array) -> jax.Array | None:
+    """Returns lengths in int32, or None.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: another shape than [B], or of a query without a batch [] or [1].
+    """
+    if lengths is None:
+        return None
+    array = as_array(name, lengths, "of integers, [B]")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be integers")
+    batch = q.shape[0] if q.ndim == 4 else 1
+    if array.shape != (batch,) and (q.ndim == 4 or array.ndim):
+        raise ValueError(f"{name} has shape {array.shape}; it must be ({batch},)")
+    return array.astype(jnp.int32).reshape(batch)
 
 
 def _window_of_jax(window: Window, queries: int, keys: int) -> tuple[int, int] | None:

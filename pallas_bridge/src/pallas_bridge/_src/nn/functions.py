@@ -4,6 +4,7 @@ import jax
 from jax.typing import ArrayLike
 
 from ..activation import api as activation
+from ..checks import as_array, check_float
 from ..keywords import hinted
 from ..norm import api as norm
 
@@ -42,6 +43,8 @@ def gelu(x: ArrayLike, approximate: bool = True) -> jax.Array:
 @hinted
 def silu(x: ArrayLike) -> jax.Array:
     """Returns x * sigmoid(x), as `jax.nn.silu` does, by XLA's program: there is no kernel."""
+    x = as_array("x", x, "of floats")
+    check_float("x", x)
     return jax.nn.silu(x)
 
 

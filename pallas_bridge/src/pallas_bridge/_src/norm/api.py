@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import as_array, promoted
+from ..checks import as_array, check_flag, promoted
 from ..implementations import choose
 from ..keywords import hinted
 from ..operation import Implementation
@@ -94,6 +94,7 @@ def rms_norm(
     """
     module = IMPLEMENTATIONS[choose(RMS_NORM, implementation)]
     options = check_rms_options(eps, zero_centred, implementation)
+    gives_rstd = check_flag("return_rstd", return_rstd)
     x = as_array("x", x, "[.., D]")
     weight = weight_or_default(x, weight, zero_centred)
     if residual is not None:
@@ -101,7 +102,7 @@ def rms_norm(
     check_columns(x, "weight", weight)
     check_like("residual", residual, "x", x)
     y, total, rstd = module.norm(options, x, weight, residual=residual)
-    results = (y, *([] if residual is None else [total]), *([rstd] if return_rstd else []))
+    results = (y, *([] if residual is None else [total]), *([rstd] if gives_rstd else []))
     return y if len(results) == 1 else results
 
 
@@ -177,6 +178,7 @@ def layer_norm(
     """
     module = IMPLEMENTATIONS[choose(LAYER_NORM, implementation)]
     options = check_layer_options(eps, implementation)
+    gives_statistics = check_flag("return_statistics", return_statistics)
     x = as_array("x", x, "[.., D]")
     weight = weight_or_default(x, weight, False)
     if bias is not None:
@@ -184,7 +186,7 @@ def layer_norm(
     check_columns(x, "weight", weight)
     check_like("bias", bias, "weight", weight)
     y, mean, rstd = module.norm(options, x, weight, bias=bias)
-    return (y, mean, rstd) if return_statistics else y
+    return (y, mean, rstd) if gives_statistics else y
 
 
 def weight_or_default(x: jax.Array, weight: ArrayLike | None, is_zero_centred: bool) -> jax.Array:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..checks import check_flag, check_number
@@ -123,6 +124,9 @@ Scaling = LinearScaling | NtkScaling | YarnScaling | Llama3Scaling
 
 def _check(of: Any, name: str, *, least: float | None = None, above: float | None = None) -> None:
     value = check_number(f"{type(of).__name__}: {name}", getattr(of, name))
+    if isinstance(getattr(of, name), jax.Array):
+        # Within `jax.jit` what is computed from it would be traced.
+        object.__setattr__(of, name, value)
     right = f"at least {least}" if above is None else f"above {above:g}"
     is_in = value >= least if least is not None else above is not None and value > above
     if not (math.isfinite(value) and is_in):
