@@ -283,6 +283,14 @@ def test_draws_have_the_stated_distribution(
     np.testing.assert_allclose(logps, np.log(whole[np.asarray(tokens)]), atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 3}], ids=str)
+def test_nan_among_many_logits(rng: np.random.Generator, options: Any) -> None:
+    logits = jnp.asarray(rng.normal(size=(4, 1000)), jnp.float32)
+    logits = logits.at[1, rng.integers(1000)].set(jnp.nan).at[2].set(-jnp.inf)
+    tokens, logps = sample(logits, range(4), **options)
+    assert (tokens < 0).tolist() == np.isnan(logps).tolist() == [False, True, True, False]
+
+
 @pytest.mark.slow
 def test_samplers_keep_ties_and_refuse_nan() -> None:
     inf, nan = np.inf, np.nan
@@ -386,6 +394,11 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda p, c: generate(p, QWEN3, ["a cat"], **GIVEN), r"prompts\[0\] has shape \(\); it must"),
     (lambda p, c: generate(p, QWEN3, [[1.5]], **GIVEN), r"prompts\[0\] has dtype float64; it must"),
     (lambda p, c: generate(p, QWEN3, [[1]], stop_tokens=2, **GIVEN), "stop_tokens has shape"),
+    (lambda p, c: generate(p, QWEN3, [[1]], stop_tokens=[1.5], **GIVEN), "stop_tokens has dtype f"),
+    (
+        lambda p, c: generate(p, QWEN3, [[1]], stop_tokens=["cat"], **GIVEN),
+        "stop_tokens is of type",
+    ),
     (lambda p, c: generate(p, QWEN3, [], **GIVEN), "prompts is empty"),
     (lambda p, c: generate(p, QWEN3, [[99]], **GIVEN), "prompts has 99; it must be 0 to 60"),
     (lambda p, c: generate(p, QWEN3, [[1]], max_new_tokens=0), "max_new_tokens is 0; it must be a"),

@@ -512,6 +512,21 @@ def test_sums_of_16_bits(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(losses.group_advantages(rewards), [-(1.5**0.5), 1.5**0.5, 0])
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nan_of_one_token_is_that_of_the_loss(rng: np.random.Generator, sign: int) -> None:
+    """Of arrays that are long enough for XLA's vector instructions, whose maxima lose NaN."""
+    logps, old = jnp.asarray(-rng.random((2, 16, 1000)), jnp.float32)
+    mask, a = logps < 0, jnp.full(logps.shape, sign, jnp.float32)
+    calls: list[Any] = [
+        lambda x: losses.ppo_policy_loss(x, old, a, mask),
+        lambda x: losses.grpo_loss(x, old, old, a[:, 0], mask),
+        lambda x: losses.orpo_loss(x, old, mask, mask),
+        lambda x: losses.kto_kl(sign * x, old),
+    ]
+    found = jax.jit(lambda x: [call(x) for call in calls])(logps.at[3, 500].set(jnp.nan))
+    assert np.isnan(found).all(), found
+
+
 def test_dtypes_and_coefficients_that_are_refused() -> None:
     x = jnp.ones((2, 3))
     for call, message in (

@@ -140,7 +140,8 @@ def kto_kl(logps: ArrayLike, ref_logps: ArrayLike) -> Array:
       ValueError: shapes that disagree.
     """
     logps, ref_logps = _per_token(logps=logps, ref_logps=ref_logps)
-    return jnp.maximum(_log_ratios(logps, ref_logps).mean(), 0.0)
+    mean = _log_ratios(logps, ref_logps).mean()
+    return jnp.where(mean < 0, 0.0, mean)
 
 
 @hinted
@@ -347,7 +348,10 @@ def _clipped_surrogate(
         raise ValueError(f"clip is {number}; it must be at least 0 and below 1")
     a = jax.lax.stop_gradient(advantages)
     d = jnp.where(mask, logps - jax.lax.stop_gradient(old_logps), 0.0)
-    d = jnp.where(a >= 0, jnp.minimum(d, math.log1p(number)), jnp.maximum(d, math.log1p(-number)))
+    # Not by maxima, which lose NaN in XLA's programs for CPUs.
+    most, least = math.log1p(number), math.log1p(-number)
+    is_clipped = jnp.where(a >= 0, d > most, d < least)
+    d = jnp.where(is_clipped, jnp.where(a >= 0, most, least), d)
     return a * _bounded(jnp.exp, d)
 
 
@@ -358,14 +362,15 @@ def _log_ratios(logps: Array, ref_logps: Array) -> Array:
 
 def _log_odds(logp: Array) -> Array:
     """log(p / (1 - p)) of log p, finite where p rounds to 1."""
-    logp = jnp.minimum(logp, LARGEST_LOG_PROBABILITY)
+    logp = jnp.where(logp > LARGEST_LOG_PROBABILITY, LARGEST_LOG_PROBABILITY, logp)
     return logp - jnp.log(-jnp.expm1(logp))
 
 
 def _bounded(f: Callable[[Array], Array], x: Array) -> Array:
     """Exp or expm1 of x; beyond `LARGEST_EXPONENT` their tangent, which is finite and as steep."""
-    over = jnp.maximum(x - LARGEST_EXPONENT, 0.0)
-    return f(jnp.minimum(x, LARGEST_EXPONENT)) + math.exp(LARGEST_EXPONENT) * over
+    is_over = x > LARGEST_EXPONENT
+    over = jnp.where(is_over, x - LARGEST_EXPONENT, 0.0)
+    return f(jnp.where(is_over, LARGEST_EXPONENT, x)) + math.exp(LARGEST_EXPONENT) * over
 
 
 def _mean_of(x: Array, mask: Array, axis: int | None) -> Array:

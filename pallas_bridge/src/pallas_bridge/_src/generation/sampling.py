@@ -210,19 +210,19 @@ def make_sampler(
 
 
 def _draw(logits: Array, keys: Array, steps: Array, options: Sampling) -> tuple[Array, Array]:
-    largest = logits.max(1)
-    is_bad = ~jnp.isfinite(largest)
     if options.temperature is None:
         tokens = logits.argmax(1)
     else:
         # A traced temperature of 0 is near enough to the largest logit.
         scale = jnp.maximum(jnp.asarray(options.temperature, jnp.float32), 1e-30)
-        logits = (logits - largest[:, None]) / scale
+        logits = (logits - logits.max(1, keepdims=True)) / scale
         tokens = (truncate(logits, options) + _gumbel(keys, steps, logits.shape[1])).argmax(1)
-    tokens = jnp.where(is_bad, 0, tokens).astype(jnp.int32)
+    tokens = tokens.astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     logps = chosen - jax.nn.logsumexp(logits, axis=1)
-    return jnp.where(is_bad, -1, tokens), jnp.where(is_bad, jnp.nan, logps)
+    # Of a row with a NaN or an infinite largest logit, and of no other; XLA's maximum for CPUs
+    # loses NaN.
+    return jnp.where(jnp.isnan(logps), -1, tokens), logps
 
 
 def truncate(logits: Array, options: Sampling) -> Array:
