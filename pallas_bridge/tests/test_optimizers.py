@@ -599,6 +599,35 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ours.muon(1e-2, ns_coeffs=(1.0, 2.0))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adamw", {"learning_rate": "a"}, "learning_rate is 'a'; it must be a number"),
+        ("lion8bit", {"learning_rate": None}, "learning_rate is None; it must be a number"),
+        (
+            "adamw",
+            {"learning_rate": jnp.ones(2)},
+            r"learning_rate has shape \(2,\); it must",
+        ),
+        ("adam8bit", {"b2": 1.0}, "b2 is 1.0; it must be at least 0 and below 1"),
+        ("lion8bit", {"b1": -0.1}, "b1 is -0.1; it must be at least 0 and below 1"),
+        ("adamw8bit", {"max_norm": -1}, "max_norm is -1.0; it must be at least 0"),
+        ("adamw", {"rounding_seed": 1.5}, "rounding_seed is 1.5; it must be an integer"),
+        ("muon", {"adam_b1": 2}, "adam_b1 is 2.0; it must be at least 0 and below 1"),
+        ("muon", {"ns_coeffs": 3}, "ns_coeffs is 3; it must be three numbers"),
+    ],
+)
+def test_options_outside_their_range(name: str, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(ours, name)(**{"learning_rate": 0.1, **options})
+
+
+def test_gradients_of_0_clipped_to_0() -> None:
+    optimizer, params = ours.adamw(0.5, max_norm=0, weight_decay=0), jnp.ones(3)
+    got, _ = optimizer.update_and_apply(0 * params, optimizer.init(params), params)
+    np.testing.assert_array_equal(got, params)
+
+
 @pytest.mark.slow
 def test_muon_clips_and_rounds(rng: np.random.Generator) -> None:
     params = tree(rng)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ..checks import check_integer, check_number
 from ..keywords import hinted
 from ..operation import Implementation
 from . import call, formula, transformation, trees
@@ -18,6 +19,37 @@ if TYPE_CHECKING:
     import optax
 
 Schedule = ArrayLike | Callable[[Any], ArrayLike]
+
+# Options that may be functions of the number of steps.
+SCHEDULES = ("learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay")
+# Options that may be None.
+OPTIONAL = ("max_norm", "rounding_seed", "adam_learning_rate", "consistent_rms")
+DECAYS = ("b1", "b2", "beta", "adam_b1", "adam_b2")
+AT_LEAST_0 = ("eps", "eps_root", "adam_eps_root", "max_norm")
+
+
+def check_scalars(**options: Any) -> None:
+    """Checks options of optimizers by their names; of arrays of JAX, maybe traced, the shape.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is outside its range.
+    """
+    for name, value in options.items():
+        if (value is None and name in OPTIONAL) or (callable(value) and name in SCHEDULES):
+            continue
+        if isinstance(value, jax.Array):
+            if value.ndim:
+                raise TypeError(f"{name} has shape {value.shape}; it must be a scalar")
+            continue
+        if name == "rounding_seed":
+            check_integer(name, value)
+            continue
+        number = check_number(name, value)
+        if name in DECAYS and not 0 <= number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 0 and below 1")
+        if name in AT_LEAST_0 and not number >= 0:
+            raise ValueError(f"{name} is {number}; it must be at least 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +229,8 @@ class _Step:
 def _make(**options: Any) -> "optax.GradientTransformationExtraArgs":
     one = Options(**options)
     call.check_implementation(one.name, one.implementation)
+    names = "learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm"
+    check_scalars(**{name: getattr(one, name) for name in (*names, "rounding_seed")})
     return transformation.make(one.init, one.update, one.update_and_apply)
 
 
@@ -249,8 +283,10 @@ def adamw(
     Raises:
       ImportError: optax is not installed.
       OverflowError: a step after the last that int32 counts.
-      TypeError: parameters or gradients of other dtypes; the message has the path.
-      ValueError: gradients or state of another tree, shape or block size than params.
+      TypeError: parameters or gradients of other dtypes; the message has the path. An option that
+        is no number.
+      ValueError: gradients or state of another tree, shape or block size than params; an option
+        outside its range.
     """
     return _make(
         name="adamw",

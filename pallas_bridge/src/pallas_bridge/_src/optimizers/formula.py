@@ -86,7 +86,7 @@ def added(
 def clipping(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
     """Returns the factor that scales gradients to a norm of `max_norm` if theirs is larger."""
     most = jnp.asarray(max_norm, jnp.float32)
-    is_within = (norm < most) | jnp.isinf(most)
+    is_within = (norm <= most) | jnp.isinf(most)
     return jnp.where(is_within, jnp.float32(1), most / norm)
 
 

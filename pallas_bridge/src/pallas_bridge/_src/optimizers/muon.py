@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ..checks import check_integer
 from ..keywords import hinted
 from . import api, call, formula, newton_schulz, transformation, trees
 from .api import Schedule
@@ -275,7 +276,22 @@ def muon(
       TypeError: as for `adamw`.
       ValueError: as for `adamw`, or a matrix of fewer than two axes, or none of three coefficients.
     """
-    if len(ns_coeffs) != 3:
+    api.check_scalars(
+        learning_rate=learning_rate,
+        beta=beta,
+        eps=eps,
+        weight_decay=weight_decay,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps_root=adam_eps_root,
+        adam_weight_decay=adam_weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        consistent_rms=consistent_rms,
+        max_norm=max_norm,
+        rounding_seed=rounding_seed,
+    )
+    check_integer("ns_steps", ns_steps, 0)
+    if not hasattr(ns_coeffs, "__len__") or len(ns_coeffs) != 3:
         raise ValueError(f"ns_coeffs is {ns_coeffs}; it must be three numbers")
     others = api.adamw(
         learning_rate if adam_learning_rate is None else adam_learning_rate,
