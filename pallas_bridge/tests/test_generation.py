@@ -400,6 +400,17 @@ ERRORS: list[tuple[Any, str]] = [
         "stop_tokens is of type",
     ),
     (lambda p, c: generate(p, QWEN3, [], **GIVEN), "prompts is empty"),
+    (
+        lambda p, c: generate(p, QWEN3, np.zeros((0, 2), int), **GIVEN),
+        r"prompts has shape \(0, 2\);",
+    ),
+    (
+        lambda p, c: generate(p, QWEN3, [[1, [2]]], **GIVEN),
+        "prompts has lists of other lists; it m",
+    ),
+    (lambda p, c: generate(None, QWEN3, [[1]], **GIVEN), "params is of type NoneType; it must be"),
+    (lambda p, c: generate(p, {}, [[1]], **GIVEN), "config is of type dict; it must be a Decoder"),
+    (lambda p, c: decode_step(p, QWEN3, None, [1], [0]), "cache is of type NoneType; init_cache"),
     (lambda p, c: generate(p, QWEN3, [[99]], **GIVEN), "prompts has 99; it must be 0 to 60"),
     (lambda p, c: generate(p, QWEN3, [[1]], max_new_tokens=0), "max_new_tokens is 0; it must be a"),
     (lambda p, c: generate(p, QWEN3, [[1]], max_new_tokens=1.5), "max_new_tokens is 1.5"),

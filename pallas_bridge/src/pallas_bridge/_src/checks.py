@@ -32,7 +32,11 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
         return value
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
+        raise TypeError(
+            f"{name} has an integer that int32 does not hold; it must be an array {right}"
+        ) from error
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} is of type {type(value).__name__}, of which JAX makes no array; it must be an "
             f"array {right}"

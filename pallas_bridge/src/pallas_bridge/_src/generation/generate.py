@@ -373,7 +373,12 @@ def _padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         TypeError: one holds no integers.
         ValueError: there is none, one is empty, or one is no list of tokens.
     """
-    rows = [np.asarray(one) for one in prompts]
+    try:
+        rows = [np.asarray(one) for one in prompts]
+    except ValueError as error:
+        raise TypeError(
+            "prompts has lists of other lists; it must be a list of lists of tokens"
+        ) from error
     if not rows:
         raise ValueError("prompts is empty; it must have at least one prompt")
     for index, row in enumerate(rows):

@@ -383,6 +383,8 @@ def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Ar
     if len(shape) != axes:
         right = "one axis" if axes == 1 else "two axes, [B, T]"
         raise ValueError(f"{name} has shape {shape}; it must have {right}")
+    if axes == 2 and 0 in shape:
+        raise ValueError(f"{name} has shape {shape}; it must be [B, T] with both at least 1")
     return check_integers(name, tokens, shape, 0, config.vocab_size - 1, "the vocabulary's last")
 
 
@@ -410,6 +412,8 @@ def _check_cache(cache: Cache, params: Params, config: DecoderConfig, batch: int
         TypeError: another dtype than that of the embedding.
         ValueError: another shape, or a cache that was donated before.
     """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache is of type {type(cache).__name__}; init_cache makes it")
     dtype = params["embedding"].dtype
     for name, array in zip(Cache._fields, cache, strict=True):
         if not is_traced(array) and array.is_deleted():

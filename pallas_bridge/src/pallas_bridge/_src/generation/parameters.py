@@ -3,7 +3,7 @@
 Matrices are [outputs, inputs], as in Hugging Face's checkpoints.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,9 +76,14 @@ def check_params(params: Params, config: DecoderConfig) -> None:
     """Checks the names, shapes and dtypes of parameters but for those of packed weights.
 
     Raises:
-        TypeError: an array has another dtype than float32, bfloat16 or float16.
+        TypeError: no dict, another config, or an array of another dtype than float32, bfloat16 or
+            float16.
         ValueError: an array is missing, is not of this config, or has another shape.
     """
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params is of type {type(params).__name__}; it must be a dict")
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(f"config is of type {type(config).__name__}; it must be a DecoderConfig")
     stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     outer = outer_shapes(config)
     if "layers" in params and are_packed_alone(params):
