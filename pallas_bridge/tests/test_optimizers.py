@@ -193,8 +193,8 @@ def test_codes_are_the_nearest(rng: np.random.Generator, signed: bool, block: in
     got = codes.encode(jnp.asarray(x), block, signed=signed)
     np.testing.assert_array_equal(got.scales, scales.astype(np.float32))
     chosen = codes.table(signed=signed).astype(np.float64)[np.asarray(got.codes)]
-    # The nearest, or its neighbour where rounding of y makes a tie.
-    assert (np.abs(chosen - y) <= nearest + 3e-7 * np.abs(y)).all()
+    # The nearest, or its neighbour where five roundings to float32 make a tie.
+    assert (np.abs(chosen - y) <= nearest + 1e-6 * np.abs(y)).all()
     assert (np.asarray(got.codes)[2] == codes.zero_code(signed=signed)).all()
     decoded = np.asarray(codes.decode(got, signed=signed))
     expected = chosen.reshape(6, -1, block) * scales[..., None]
