@@ -695,6 +695,8 @@ class Attention(Case):
             ]
             operands += both
             seen = seen & (both[0][:, :, None] == both[1][:, None])
+            if self.dtype == "f16":
+                operands[3:] = call(f"{self.target}_ranges", operands[3:], {})
         scale, cap = 1 / np.sqrt(width), 2.0 if "softcap" in self.options else None
         sinks = np.full((heads, group), -np.inf, np.float32)
         if "sinks" in self.options:
