@@ -249,13 +249,14 @@ def texts_of(row: Row) -> list[str]:
 def main() -> int:
     """Measures, prints a table and writes JSON after every cell."""
     parser = harness.parser(__doc__, seconds=0.2)
-    parser.add_argument("--cells", nargs="+", default=[""], help="texts, one of each cell's name")
+    parser.add_argument("--cells", nargs="+", default=[""], help="names, or texts that names have")
     passes = ["forward", "backward", "both"]
     parser.add_argument("--passes", nargs="+", default=passes[::2], choices=passes)
     parser.add_argument("--xla", action="store_true", help="XLA's program of all cells")
     parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
     options = parser.parse_args()
-    names = [name for name in CELLS if any(text in name for text in options.cells)]
+    given = {*options.cells}
+    names = [name for name in CELLS if name in given or any(one in name for one in given - {*CELLS})]
     # Before JAX takes most of the memory.
     peers = time_torch(names, options.passes, options.seconds) if options.torch else {}
 

@@ -1,7 +1,7 @@
 // Ranges of keys that end where a query's segment does, so that kernels of attention skip tiles out of range.
 //
-// A CTA has a batch entry. Ids share buckets by their lowest bits, of which each has the hull of its keys: it may be too
-// wide, and the ids decide then. Only ends of runs of an id are counted in, which are few.
+// A CTA has a batch entry. Ids share buckets by their lowest bits, of which each has the hull of its keys: it may be
+// too wide, and the ids decide then. Only ends of runs of an id are counted in, which are few.
 #include <cstdint>
 
 #include "ptx.cuh"
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kAttentionRangesThreads)
     flash_attention_ranges(const __grid_constant__ FlashAttentionRangesArguments a) {
   extern __shared__ int2 hulls[];
   const int32_t first = threadIdx.x, step = kAttentionRangesThreads, last = a.buckets - 1;
-  const int64_t of_queries = blockIdx.x * static_cast<int64_t>(a.queries), of_keys = blockIdx.x * static_cast<int64_t>(a.keys);
+  const int64_t entry = blockIdx.x, of_queries = entry * a.queries, of_keys = entry * a.keys;
   const int32_t *q_segments = a.q_segments + of_queries, *kv_segments = a.kv_segments + of_keys;
   for (int32_t i = first; i < a.buckets; i += step) hulls[i] = make_int2(a.keys, 0);
   __syncthreads();

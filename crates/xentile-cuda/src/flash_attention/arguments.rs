@@ -46,6 +46,7 @@ mirror! {
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
+        o: TensorMap,
         of: Arguments,
         walk: u32,
     }

@@ -15,7 +15,7 @@ use super::{Attention, Scratch, Step};
 use crate::driver::{Driver, TensorMap};
 use crate::{Device, Result};
 
-/// The columns of a box, which are 128 bytes, and its rows in the backward pass.
+/// The columns of a box, which are 128 bytes, and its rows in the backward pass and in o.
 const BOX: c_uint = 64;
 
 /// What heads of queries are padded to a multiple of in the scratch, and words of each such block that are not
@@ -218,6 +218,7 @@ impl Attention {
             q: self.map_of_queries(&of, of.q, width, FORWARD_QUERIES as c_uint)?,
             k: self.map_of_keys(&of, of.k, width, keys)?,
             v: self.map_of_keys(&of, of.v, value_width, keys)?,
+            o: self.map_of_queries(&of, of.o, value_width, BOX)?,
             walk: self.blocks_of_cta(multiprocessors) as u32,
             of,
         })
