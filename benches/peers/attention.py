@@ -255,8 +255,8 @@ def main() -> int:
     parser.add_argument("--xla", action="store_true", help="XLA's program of all cells")
     parser.add_argument("--torch", action="store_true", help="PyTorch's kernels too")
     options = parser.parse_args()
-    given = {*options.cells}
-    names = [name for name in CELLS if name in given or any(one in name for one in given - {*CELLS})]
+    parts = {*options.cells} - {*CELLS}
+    names = [one for one in CELLS if one in options.cells or any(part in one for part in parts)]
     # Before JAX takes most of the memory.
     peers = time_torch(names, options.passes, options.seconds) if options.torch else {}
 
