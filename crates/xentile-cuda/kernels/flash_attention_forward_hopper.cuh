@@ -71,11 +71,13 @@ struct Forward {
     int32_t head, of_keys, first, of_group, inner, outer;
     // Keys that some query may see, and the least and the most segment of these queries.
     int32_t low, high, least, most;
-    // Whether segments of these queries and keys differ; whether there are no more blocks.
+    // Whether segments of these queries and keys may differ; whether there are no more blocks.
     bool has_segments, is_end;
   };
   // Blocks that are found before they are computed.
   static constexpr int kFound = 3;
+  // The most keys whose segments are looked at before a block begins.
+  static constexpr int kMostLooked = kIsWide ? 0 : 8192;
 
   struct Shared {
     Block found[kFound];
@@ -193,10 +195,10 @@ struct Forward {
       least = __reduce_min_sync(0xffffffffu, least);
       most = __reduce_max_sync(0xffffffffu, most);
       const int32_t high = hull.low < hull.high ? hull.high : 0, low = hull.low / kKeys * kKeys;
-      bool has_segments = a.kv_segments != nullptr && least != most;
+      const int32_t end = min((high + kKeys - 1) / kKeys * kKeys, a.keys);
+      bool has_segments = a.kv_segments != nullptr && (least != most || end - low > kMostLooked);
       if (a.kv_segments != nullptr && !has_segments) {
         const int32_t* of_keys = a.kv_segments + work.of_keys * a.keys;
-        const int32_t end = min((high + kKeys - 1) / kKeys * kKeys, a.keys);
 #pragma unroll(kIsWide ? 1 : 8)
         for (int32_t key = low + lane; key < end; key += 32) has_segments |= of_keys[key] != least;
         has_segments = __any_sync(0xffffffffu, has_segments);

@@ -188,8 +188,7 @@ impl Attention {
     /// CTA where masks are causal.
     fn blocks_of_cta(&self, multiprocessors: u32) -> usize {
         let most = match self.padded_columns() {
-            64 => 16,
-            128 => 8,
+            64 | 128 => 16,
             _ => 1,
         };
         let heads = self.shape.heads.saturating_mul(self.shape.group);
@@ -314,7 +313,7 @@ mod tests {
         }
         // All blocks run at a time.
         assert_eq!(of(SHAPE), (48, 1));
-        assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (512, 8));
+        assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (256, 16));
     }
 
     #[test]
