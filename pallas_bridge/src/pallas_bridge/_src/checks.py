@@ -54,7 +54,8 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
     """
     if isinstance(value, jax.Array):
         return value
-    refuse_none(name, value, right)
+    if value is None:
+        raise TypeError(f"{name} is None; it must be an array {right}")
     try:
         array: Any = np.asarray(value)
     except ValueError as error:

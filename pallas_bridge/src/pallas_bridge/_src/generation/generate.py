@@ -132,7 +132,9 @@ def generate(
         raise ValueError(
             f"seeds has shape {seeds.shape} and dtype {seeds.dtype}; it must be {batch} integers"
         )
-    stops = check_tokens("stop_tokens", stop_tokens if np.size(stop_tokens) else _NONE, config, 1)
+    stops = check_tokens(
+        "stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), config, 1
+    )
     sampling = check_sampling(temperature, top_k, top_p, min_p)
     # Weights are packed in the program, unless they are: that takes as long as a few tokens.
     has_kernel = kernel.is_packed(params, config, batch) or (
