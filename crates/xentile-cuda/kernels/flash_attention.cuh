@@ -661,7 +661,9 @@ __device__ inline void bend_by_size(const Bend& bend, const float (&products)[kE
     most = ptx::max_or_nan(most, sum);
   }
   most *= bend.inner * bend.inner;
-  const auto is_within = [&](float limit) { return bend.has_cap && __all_sync(~0u, most <= limit * limit); };
+  // Masked products, of -inf, stay so if no power of `inner` is negative or 0.
+  const bool is_monotonic = bend.has_cap && bend.inner >= 1e-4f;
+  const auto is_within = [&](float limit) { return is_monotonic && __all_sync(~0u, most <= limit * limit); };
   if (is_within(NearZero<3>::kMost)) {
     with(NearZero<3>(bend.inner));
   } else if (is_within(NearZero<5>::kMost)) {
