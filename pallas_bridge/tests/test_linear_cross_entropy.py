@@ -786,7 +786,8 @@ def test_programs_for_gpus_are_calls_of_the_library(
         return (found[0] if options.get("return_lse") else found).sum()
 
     if over is not None:
-        tokens, mesh = P(over), jax.sharding.AbstractMesh((2,), (over,))
+        auto = (jax.sharding.AxisType.Auto,)
+        tokens, mesh = P(over), jax.sharding.AbstractMesh((2,), (over,), auto)
         specs = tokens, P(), P(), tokens
         f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     of = (0, 1) if b is None else (0, 1, 2)

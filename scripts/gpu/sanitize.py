@@ -952,12 +952,11 @@ class EightBits(Case):
 
 def program_cases() -> Iterator[Case]:
     """Recurrences whose last chunk is not full, with shared heads too, and optimizers."""
-    for dtype in DTYPES:
+    for dtype in (one for one in DTYPES if one != "f16"):
         for shape in [(1, 150, 1, 8, 64, 64), (1, 300, 2, 2, 128, 128)]:
             yield Recurrence("linear_attention", dtype, shape)
             yield Recurrence("gated_delta_rule", dtype, shape)
-        if dtype != "f16":
-            yield EightBits("adamw_8bit", dtype)
+        yield EightBits("adamw_8bit", dtype)
 
 
 @dataclass(frozen=True)

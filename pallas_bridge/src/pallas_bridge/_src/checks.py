@@ -56,13 +56,16 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
         return value
     if value is None:
         raise TypeError(f"{name} is None; it must be an array {right}")
+    message = (
+        f"{name} is of type {type(value).__name__}, of which NumPy makes no array of numbers; it "
+        f"must be an array {right}"
+    )
     try:
         array: Any = np.asarray(value)
     except ValueError as error:
-        raise TypeError(
-            f"{name} is of type {type(value).__name__}, of which NumPy makes no array; it must be "
-            f"an array {right}"
-        ) from error
+        raise TypeError(message) from error
+    if array.dtype.kind in "USOmM":
+        raise TypeError(message)
     held: jax.Array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if array.dtype.kind in "iu" and (held != array).any():
         raise OverflowError(f"{name} has integers beyond {held.dtype}")
