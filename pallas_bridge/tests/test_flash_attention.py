@@ -247,7 +247,7 @@ def test_scale_softcap_and_sinks(rng: np.random.Generator, dtype: str, implement
     for of, more in (
         (None, {"scale": -0.7}),
         (None, {"softcap": 1.5}),
-        (sinks, {"scale": -0.7, "softcap": 60.0}),
+        (sinks, {"scale": -0.7}),
         (sinks, {"scale": 0.4, "softcap": 3.0}),
     ):
         found = run(*given, causal=True, sinks=of, implementation=implementation, **more)
@@ -353,7 +353,8 @@ def test_ranges_of_segments(case: str) -> None:
     queries, keys = of_queries.shape[1], of_keys.shape[1]
     whole = np.broadcast_to(np.array([0, keys], np.int32), (2, queries, 2))
     given = [np.asarray(one, np.int32) for one in (whole, of_queries, of_keys)]
-    found = [np.asarray(one) for one in segment_ranges.narrow_ranges(*given)]
+    narrow = partial(segment_ranges.on_cuda, of_queries is of_keys)
+    found = [np.asarray(one) for one in jax.jit(narrow)(*given)]
 
     def seen(ranges: Any, of_queries: Any, of_keys: Any) -> Any:
         key = np.arange(keys)
@@ -362,11 +363,7 @@ def test_ranges_of_segments(case: str) -> None:
 
     np.testing.assert_array_equal(seen(*found), seen(*given))
     for entry, is_all in enumerate(says_all):
-        if PLATFORM == "cuda":
-            assert is_all == all((one[entry] == 0).all() for one in found[1:])
-        else:
-            for one, same in zip(found, given, strict=True):
-                np.testing.assert_array_equal(one[entry], same[entry])
+        assert is_all == all((one[entry] == 0).all() for one in found[1:])
 
 
 @EITHER_KERNEL

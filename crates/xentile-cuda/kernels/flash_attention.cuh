@@ -543,8 +543,6 @@ struct NearZero {
     constexpr float kFew[3] = {0.9999992268341992f, -0.3331552301749503f, 0.12720917021217956f};
     constexpr float kMany[5] = {1.0f, -0.3332966765238683f, 0.13268237053307083f, -0.05027795412854776f,
                                 0.013105836540408575f};
-    // So that the compiler does not keep the terms in registers all along.
-    asm volatile("" : "+f"(factor));
     float power = factor;
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {
@@ -575,12 +573,9 @@ struct Bend {
   // With a softcap the argument of tanh is the product times `inner`; without one, that is the logit.
   float inner, factor;
   bool is_bent, has_cap;
-  // Whether exponentials of logits from -cap to cap, times that of -cap / 2, are within the range of bf16 and float32.
-  bool is_bounded;
 
   __device__ explicit Bend(const FlashAttentionArguments& a) {
     has_cap = a.softcap > 0;
-    is_bounded = has_cap && a.softcap * kLog2E <= 80;
     is_bent = has_cap || !(a.scale > 0);
     inner = has_cap ? a.scale / a.softcap : a.scale * kLog2E;
     factor = has_cap ? a.softcap * kLog2E : is_bent ? 1.0f : inner;
@@ -647,26 +642,20 @@ __device__ inline void mask_segment(float (&products)[kEights][4], int half, int
   }
 }
 
-// Calls `with` the shortest `NearZero` that covers all products of a warp, as is usual for logits well below the cap;
-// else, or for NaN, `bend`.
-template <int kEights, class With>
+// Calls `with` the shortest `NearZero` of kLeast or more terms that covers all products of a warp, as is usual for logits
+// well below the cap, or else `bend`.
+template <int kLeast, int kEights, class With>
 __device__ inline void bend_by_size(const Bend& bend, const float (&products)[kEights][4], const With& with) {
-  // Roots of sums of eight squares are no less than the largest product, and take fewer cycles than maxima.
   float most = 0;
 #pragma unroll
-  for (int j = 0; j < kEights; j += 2) {
-    float sum = 0;
+  for (int j = 0; j < kEights; ++j) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(products[j + i / 4][i % 4], products[j + i / 4][i % 4], sum);
-    most = ptx::max_or_nan(most, sum);
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(products[j][i]));
   }
-  most *= bend.inner * bend.inner;
-  // Masked products, of -inf, stay so if no power of `inner` is negative or 0.
-  const bool is_monotonic = bend.has_cap && bend.inner >= 1e-4f;
-  const auto is_within = [&](float limit) { return is_monotonic && __all_sync(~0u, most <= limit * limit); };
-  if (is_within(NearZero<3>::kMost)) {
+  most *= fabsf(bend.inner);
+  if (kLeast == 3 && bend.has_cap && __all_sync(~0u, most <= NearZero<3>::kMost)) {
     with(NearZero<3>(bend.inner));
-  } else if (is_within(NearZero<5>::kMost)) {
+  } else if (bend.has_cap && __all_sync(~0u, most <= NearZero<5>::kMost)) {
     with(NearZero<5>(bend.inner));
   } else {
     with(bend);
@@ -687,7 +676,7 @@ __device__ inline void bend_all(const Bend& bend, float (&products)[kEights][4])
     }
     return;
   }
-  bend_by_size(bend, products, [&](const auto& by) {
+  bend_by_size<3>(bend, products, [&](const auto& by) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       by.bend(products[j][0], products[j][1]);

@@ -99,67 +99,6 @@ __device__ inline void clear_row(const Tile& tile, int row) {
   }
 }
 
-// From products of keys and queries, the left factors of dv and dk: probabilities, and cotangents of logits, or either.
-// `notes` have lse and delta of pairs of queries. `mask` has products that are not seen be -inf.
-template <class E, bool kIsBent, bool kIsWhole, bool kMakesKeys = true, bool kMakesValues = true, int kEights,
-          int kOfValues, int kLeft, int kDs, class Mask>
-__device__ inline void make_factors(const Bend& bend, float (&p)[kEights][4], float (&of_values)[kOfValues][4],
-                                    const float4* notes, const Mask& mask, uint32_t (&left)[kLeft][4],
-                                    uint32_t (&ds)[kDs][4]) {
-  // `soften` softcaps a product, and multiplies its cotangent by the slope.
-  const auto make = [&](const auto& soften) {
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const float4 pair = notes[4 * j + threadIdx.x % 4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float difference = kMakesKeys ? of_values[kMakesKeys ? j : 0][i] - (i % 2 == 0 ? pair.y : pair.w) : 0;
-        soften(p[j][i], difference);
-        p[j][i] = probability(bend, p[j][i], i % 2 == 0 ? pair.x : pair.z);
-        if constexpr (kMakesKeys) of_values[j][i] = difference;
-      }
-      if constexpr (kMakesValues) {
-        left[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-        left[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-      }
-      if constexpr (kMakesKeys) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          // The gradient of a masked pair may be NaN.
-          p[j][i] = !kIsWhole && p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
-        }
-        ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-        ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-      }
-    }
-  };
-  if constexpr (!kIsBent) {
-    mask();
-    make([](float, float) {});
-  } else {
-    bend_by_size(bend, p, [&](const auto& by) {
-      // Polynomials of -inf are -inf, but tanh is not.
-      constexpr bool kIsPolynomial = !std::is_same_v<std::decay_t<decltype(by)>, Bend>;
-      if constexpr (!kIsPolynomial) {
-#pragma unroll
-        for (int j = 0; j < kEights; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            p[j][i] = by(p[j][i], slope);
-          }
-        }
-      }
-      mask();
-      make([&](float& product, float& difference) {
-        float slope = bend.has_cap ? fmaf(-product, product, 1.0f) : 1.0f;
-        if constexpr (kIsPolynomial) product = by(product, slope);
-        difference *= slope;
-      });
-    });
-  }
-}
-
 // dk and dv of 128 keys, 64 per warpgroup, over tiles of 64 queries of the whole group. Keys are the rows of GEMMs.
 // The ring of queries has kStages tiles, that of cotangents kOfValues.
 template <class E, int kColumns, int kValueColumns, bool kMakesKeys, bool kMakesValues, int kStages, int kOfValues,
@@ -439,11 +378,46 @@ struct KeyGradients {
         settle<E>(of_values);
         if (!kMakesValues) release(empty_of_values(last.dout.stage), of);
       }
+      if constexpr (kIsBent) {
+        bend_by_size<5>(bend, p, [&](const auto& bend) {
+#pragma unroll
+          for (int j = 0; j < kRows / 8; ++j) {
+            const float4 notes = about.notes[4 * j + of.lane % 4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float slope;
+              p[j][i] = bend(p[j][i], slope);
+              if constexpr (kMakesKeys) {
+                of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
+              }
+            }
+          }
+        });
+      }
+      if (sees != kAll) mask(p, about, of);
       uint32_t left[kMakesValues ? kRows / 16 : 1][4], ds[kMakesKeys ? kRows / 16 : 1][4];
-      const auto mask = [&] {
-        if (sees != kAll) this->mask(p, about, of);
-      };
-      make_factors<E, kIsBent, false, kMakesKeys, kMakesValues>(bend, p, of_values, about.notes, mask, left, ds);
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        const float4 notes = about.notes[4 * j + of.lane % 4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          p[j][i] = probability(bend, p[j][i], i % 2 == 0 ? notes.x : notes.z);
+          if constexpr (kMakesKeys && !kIsBent) of_values[j][i] -= i % 2 == 0 ? notes.y : notes.w;
+        }
+        if constexpr (kMakesValues) {
+          left[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+          left[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+        }
+        if constexpr (kMakesKeys) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            // The gradient of a masked pair may be NaN.
+            p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+          }
+          ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+          ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+        }
+      }
       begin_turn(of.group);
       if constexpr (kMakesValues) {
         if (!kMakesKeys) await_of_values(last);
@@ -775,7 +749,7 @@ struct QueryGradients {
       settle<E>(of_values);
       release(empty_of_values(at.v.stage), of);
       if constexpr (kIsBent) {
-        bend_by_size(bend, p, [&](const auto& bend) {
+        bend_by_size<5>(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll

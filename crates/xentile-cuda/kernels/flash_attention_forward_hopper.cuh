@@ -1,5 +1,5 @@
-// The forward pass of attention on Hopper: one warp finds what blocks see, one has the copy engine bring tiles, and
-// warpgroups in turns make products of them, in the manner of FlashAttention 3 (Shah et al., 2024).
+// The forward pass of attention on Hopper: one warp has the copy engine bring tiles, and warpgroups in turns
+// make products of them, in the manner of FlashAttention 3 (Shah et al., 2024).
 //
 // A warpgroup has 64 queries of a block. It asks for the products of the next tile's logits and for this tile's
 // products with values, and makes exponentials of the former while the latter run. Warpgroups take turns in
@@ -16,7 +16,6 @@ struct alignas(128) FlashAttentionForwardArguments {
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
-  CUtensorMap o;  // boxes are of 64 rows
   FlashAttentionArguments of;
   uint32_t walk;  // the most blocks that a CTA has, all of one head of queries
 };
@@ -52,8 +51,8 @@ struct Forward {
   static constexpr int kBlocks = kColumns > 128 ? 1 : 2;
   static constexpr int kSharedBytes = kBlocks * Queries::kBytes + kStages * (Keys::kBytes + Values::kBytes);
   // Of the register file, a step of 8 a thread.
-  static constexpr uint32_t kProducerRegisters = kIsWide ? 40 : 56;
-  static constexpr uint32_t kConsumerRegisters = kIsWide ? 232 : 224;
+  static constexpr uint32_t kProducerRegisters = kIsWide ? 24 : 40;
+  static constexpr uint32_t kConsumerRegisters = kIsWide ? 240 : 232;
   // Named barriers: turns of the warpgroups, and one of each for itself.
   static constexpr int kTurns = 1, kAlone = kTurns + kConsumers;
 
@@ -64,24 +63,7 @@ struct Forward {
     bool is_one_segment, is_last;
   };
 
-  // A block of queries and what they see.
-  struct Block {
-    int2 ranges[kRows];
-    int32_t segments[kRows];
-    int32_t head, of_keys, first, of_group, inner, outer;
-    // Keys that some query may see, and the least and the most segment of these queries.
-    int32_t low, high, least, most;
-    // Whether segments of these queries and keys may differ; whether there are no more blocks.
-    bool has_segments, is_end;
-  };
-  // Blocks that are found before they are computed.
-  static constexpr int kFound = 3;
-  // The most keys whose segments are looked at before a block begins.
-  static constexpr int kMostLooked = kIsWide ? 0 : 8192;
-
   struct Shared {
-    Block found[kFound];
-    uint64_t found_full[kFound], found_empty[kFound];
     uint64_t q_full[kBlocks], q_empty[kBlocks];
     uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Note notes[kStages];
@@ -168,93 +150,45 @@ struct Forward {
     }
   };
 
-  // Finds the CTA's blocks and what they see. By a warp.
-  __device__ void find() const {
-    const int lane = threadIdx.x % 32;
-    Turn<kFound> turn;
-    for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
-      const Work work(all, item);
-      if (work.first >= a.queries) continue;
-      int2 ranges[kRows / 32];
-      int32_t segments[kRows / 32];
-#pragma unroll
-      for (int i = 0; i < kRows / 32; ++i) {
-        const int64_t query = work.first + lane + 32 * i;
-        ranges[i] = range_of(a, work.of_keys, query);
-        const bool has = a.q_segments != nullptr && query < a.queries;
-        segments[i] = has ? a.q_segments[work.of_keys * a.queries + query] : 0;
-      }
-      Hull hull = Hull::none();
-      int least = INT32_MAX, most = INT32_MIN;
-#pragma unroll
-      for (int i = 0; i < kRows / 32; ++i) {
-        hull.add(ranges[i]);
-        if (ranges[i].x < ranges[i].y) least = min(least, segments[i]), most = max(most, segments[i]);
-      }
-      hull.reduce_warp();
-      least = __reduce_min_sync(0xffffffffu, least);
-      most = __reduce_max_sync(0xffffffffu, most);
-      const int32_t high = hull.low < hull.high ? hull.high : 0, low = hull.low / kKeys * kKeys;
-      const int32_t end = min((high + kKeys - 1) / kKeys * kKeys, a.keys);
-      bool has_segments = a.kv_segments != nullptr && (least != most || end - low > kMostLooked);
-      if (a.kv_segments != nullptr && !has_segments) {
-        const int32_t* of_keys = a.kv_segments + work.of_keys * a.keys;
-#pragma unroll(kIsWide ? 1 : 8)
-        for (int32_t key = low + lane; key < end; key += 32) has_segments |= of_keys[key] != least;
-        has_segments = __any_sync(0xffffffffu, has_segments);
-      }
-      ptx::mbarrier_wait(at(shared.found_empty[turn.stage]), turn.parity ^ 1);
-      Block& block = shared.found[turn.stage];
-#pragma unroll
-      for (int i = 0; i < kRows / 32; ++i) {
-        block.ranges[lane + 32 * i] = ranges[i], block.segments[lane + 32 * i] = segments[i];
-      }
-      if (lane == 0) {
-        const uint32_t head = static_cast<uint32_t>(work.head), of_keys = static_cast<uint32_t>(work.of_keys);
-        block.head = head, block.of_keys = of_keys, block.first = static_cast<int32_t>(work.first);
-        block.of_group = head % a.group, block.inner = of_keys % a.inner, block.outer = of_keys / a.inner;
-        block.low = hull.low, block.high = high, block.least = least, block.most = most;
-        block.has_segments = has_segments, block.is_end = false;
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(at(shared.found_full[turn.stage]));
-      turn.next();
-    }
-    ptx::mbarrier_wait(at(shared.found_empty[turn.stage]), turn.parity ^ 1);
-    if (lane == 0) {
-      shared.found[turn.stage].is_end = true;
-      ptx::mbarrier_arrive(at(shared.found_full[turn.stage]));
-    }
-  }
-
   __device__ void produce() const {
     const int lane = threadIdx.x % 32;
     Turn<kStages> turn;
     Turn<kBlocks> of_queries;
-    Turn<kFound> of_found;
-    while (true) {
-      ptx::mbarrier_wait(at(shared.found_full[of_found.stage]), of_found.parity);
-      const Block& block = shared.found[of_found.stage];
-      if (block.is_end) return;
-      const int32_t low = block.low, high = block.high, inner = block.inner, outer = block.outer;
+    for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+      const Work work(all, item);
+      if (work.first >= a.queries) continue;
+      Hull hull = Hull::none();
+      int least = INT32_MAX, most = INT32_MIN;
+#pragma unroll
+      for (int row = lane; row < kRows; row += 32) {
+        const int2 range = range_of(a, work.of_keys, work.first + row);
+        hull.add(range);
+        if (a.q_segments != nullptr && range.x < range.y) {
+          const int32_t segment = a.q_segments[work.of_keys * a.queries + work.first + row];
+          least = min(least, segment), most = max(most, segment);
+        }
+      }
+      hull.reduce_warp();
+      least = __reduce_min_sync(0xffffffffu, least);
+      most = __reduce_max_sync(0xffffffffu, most);
+      const int32_t outer = static_cast<uint32_t>(work.of_keys) / a.inner;
+      const int32_t inner = static_cast<uint32_t>(work.of_keys) % a.inner;
+
       const uint32_t full = at(shared.q_full[of_queries.stage]);
       const Queries q = queries(of_queries.stage);
       ptx::mbarrier_wait(at(shared.q_empty[of_queries.stage]), of_queries.parity ^ 1);
       of_queries.next();
       if (lane == 0) {
         ptx::mbarrier_arrive_expect_tx(full, Queries::kBytes);
+        const int32_t of_group = static_cast<uint32_t>(work.head) % a.group;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-          ptx::tensor_load(q.base + panel * Queries::kPanelBytes, all.q, panel * 64, block.first, block.of_group, inner,
-                           outer, full);
+          ptx::tensor_load(q.base + panel * Queries::kPanelBytes, all.q, panel * 64,
+                           static_cast<int32_t>(work.first), of_group, inner, outer, full);
         }
       }
-      const int64_t first_of_keys = static_cast<int64_t>(block.of_keys) * a.keys;
-      const int32_t* segments = block.has_segments ? a.kv_segments + first_of_keys : nullptr;
-      Search search{segments, a.keys, high, block.least, block.most, low / kKeys * kKeys};
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(at(shared.found_empty[of_found.stage]));
-      of_found.next();
+      const int32_t* segments = a.kv_segments == nullptr ? nullptr : a.kv_segments + work.of_keys * a.keys;
+      Search search{segments, a.keys, hull.low < hull.high ? hull.high : 0, least, most, hull.low / kKeys * kKeys};
       bool is_one = true, is_after_one = true;
       int64_t key = search.next(is_one);
       const bool is_empty = key < 0;
@@ -279,8 +213,8 @@ struct Forward {
             ptx::mbarrier_arrive(at(shared.k_full[turn.stage]));
           } else {
             note.key = static_cast<int32_t>(key);
-            note.low = max(low - note.key, 0);
-            note.high = min(high - note.key, kKeys);
+            note.low = max(hull.low - note.key, 0);
+            note.high = min(hull.high - note.key, kKeys);
             ptx::mbarrier_arrive_expect_tx(at(shared.k_full[turn.stage]), Keys::kBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
@@ -321,8 +255,8 @@ struct Forward {
     float sums[kValueColumns / 8][4];
     float products[kKeys / 8][4];
     uint32_t p[kKeys / 16][4];
-    // Of rows lane / 4 and 8 behind it: the largest product (a constant if `is_bounded`), the thread's part of the sum,
-    // the keys that the query sees, and its segment.
+    // Of rows lane / 4 and 8 behind it: the largest product, the thread's part of the sum, the keys that the
+    // query sees, and its segment.
     float largest[2], total[2];
     int2 ranges[2];
     int32_t segments[2];
@@ -336,20 +270,19 @@ struct Forward {
       return strip * kStrip + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
     }
 
-    // A softcap bounds logits, so that half of it may be subtracted where the running maximum would be.
-    __device__ bool is_bounded() const {
-      return kIsBent && std::is_same_v<E, __nv_bfloat16> && bend.is_bounded;
-    }
-
-    __device__ void begin(const Block& block) {
+    __device__ void begin(const Work& work) {
 #pragma unroll
       for (int j = 0; j < kValueColumns / 8; ++j) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
       inner_low = 0, inner_high = INT32_MAX;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        largest[half] = is_bounded() ? 0.5f : -infinity(), total[half] = 0;
-        ranges[half] = block.ranges[own_row(half)], segments[half] = block.segments[own_row(half)];
+        largest[half] = -infinity(), total[half] = 0;
+        const int64_t query = work.first + own_row(half);
+        ranges[half] = range_of(a, work.of_keys, query);
         inner_low = max(inner_low, ranges[half].x), inner_high = min(inner_high, ranges[half].y);
+        segments[half] = a.q_segments != nullptr && query < a.queries
+                             ? a.q_segments[work.of_keys * a.queries + query]
+                             : 0;
       }
       inner_low = __reduce_max_sync(0xffffffffu, inner_low);
       inner_high = __reduce_min_sync(0xffffffffu, inner_high);
@@ -372,10 +305,6 @@ struct Forward {
       float shift[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (is_bounded()) {
-          shift[half] = largest[half] * bend.factor;
-          continue;
-        }
         float most = largest[half];
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j) {
@@ -443,36 +372,21 @@ struct Forward {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(at(barrier));
     }
 
-    __device__ bool is_sender() const { return threadIdx.x % kWarpgroup == 0; }
-
-    // Once the copy engine has read a block's results, leaves their place to queries.
-    __device__ void leave_queries(bool has_any, uint64_t& q_empty) const {
-      if (!has_any || !is_sender()) return;
-      ptx::bulk_wait_read<0>();
-      ptx::mbarrier_arrive(at(q_empty));
-    }
-
     __device__ void run() {
       Turn<kStages> of_keys, of_values;
       Turn<kBlocks> of_queries;
       if (strip == kConsumers - 1) end_turn();
-      Turn<kFound> of_found;
-      uint32_t before = 0;
-      bool has_before = false;
-      while (true) {
-        ptx::mbarrier_wait(at(shared.found_full[of_found.stage]), of_found.parity);
-        const Block& block = shared.found[of_found.stage];
-        if (block.is_end) break;
-        begin(block);
+      for (uint32_t item = blockIdx.x; item < of.items; item += gridDim.x) {
+        const Work work(of.all, item);
+        if (work.first >= a.queries) continue;
+        begin(work);
         const Queries q = of.queries(of_queries.stage);
-        if constexpr (kBlocks == 1) leave_queries(has_before, shared.q_empty[before]);
         ptx::mbarrier_wait(at(shared.q_full[of_queries.stage]), of_queries.parity);
         ptx::mbarrier_wait(at(shared.k_full[of_keys.stage]), of_keys.parity);
         Note note = shared.notes[of_keys.stage];
         take_turn();
         multiply_rows<kKeys>(products, q, strip, of.keys(of_keys.stage));
         end_turn();
-        if constexpr (kBlocks > 1) leave_queries(has_before, shared.q_empty[before]);
         wait<E, 0>();
         float kept[2];
         weigh_tile(kept, note, of_keys);
@@ -494,13 +408,12 @@ struct Forward {
           release(shared.v_empty[of_values.stage]);
           of_values.next();
           pack();
-          note = next;
-          if (is_bounded()) continue;
 #pragma unroll
           for (int j = 0; j < kValueColumns / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[j][i] *= kept[i / 2];
           }
+          note = next;
         }
         const Values v = of.values(of_values.stage);
         ptx::mbarrier_wait(at(shared.v_full[of_values.stage]), of_values.parity);
@@ -510,21 +423,17 @@ struct Forward {
         settle<E>(sums);
         release(shared.v_empty[of_values.stage]);
         of_values.next();
-        finish(block, q);
-        release(shared.found_empty[of_found.stage]);
-        of_found.next();
-        before = of_queries.stage, has_before = true;
+        finish(work, q, shared.q_empty[of_queries.stage]);
         of_queries.next();
       }
-      leave_queries(has_before, shared.q_empty[before]);
       // So that nobody's turn is left over.
       if (strip == 0) take_turn();
     }
 
-    __device__ void finish(const Block& block, const Queries& q) {
+    __device__ void finish(const Work& work, const Queries& q, uint64_t& q_empty) {
       const int lane = threadIdx.x % 32;
-      const float sink = a.sinks == nullptr ? -infinity() : a.sinks[block.head] * kLog2E;
-      const int32_t left = a.queries - block.first;
+      const float sink = a.sinks == nullptr ? -infinity() : a.sinks[work.head] * kLog2E;
+      const int64_t left = a.queries - work.first;
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -532,9 +441,7 @@ struct Forward {
         const int own = own_row(half);
         float lse;
         inverse[half] = finish_row(bend, total[half], largest[half], sink, lse);
-        if (lane % 4 == 0 && own < left) {
-          a.lse[static_cast<int64_t>(block.head) * a.queries + block.first + own] = lse;
-        }
+        if (lane % 4 == 0 && own < left) a.lse[work.head * a.queries + work.first + own] = lse;
         if (!is_empty) continue;
         inverse[half] = 0;
 #pragma unroll
@@ -542,27 +449,16 @@ struct Forward {
       }
       // Other warps may still be reading queries, in whose place sums go.
       meet<kWarpgroup>(kAlone + strip);
-      const Rows<E, kValueColumns, kRows> to{q.base};
       const int row = own_row(0) - lane / 4;
-#pragma unroll
-      for (int j = 0; j < kValueColumns / 8; j += 2) {
-        uint32_t four[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float(&two)[4] = sums[j + i / 2];
-          four[i] = packed<E>(two[i % 2 * 2] * inverse[i % 2], two[i % 2 * 2 + 1] * inverse[i % 2]);
-        }
-        ptx::stmatrix(to.at(row + lane % 16, j + lane / 16), four);
-      }
-      ptx::fence_async_shared();
-      meet<kWarpgroup>(kAlone + strip);
-      if (!is_sender()) return;
-#pragma unroll
-      for (int panel = 0; panel < kValuePanels; ++panel) {
-        ptx::tensor_store(of.all.o, panel * 64, block.first + strip * kStrip, block.of_group, block.inner, block.outer,
-                          to.base + panel * to.kPanelBytes + strip * (kStrip * 128));
-      }
-      ptx::bulk_commit();
+      const int64_t to = a.first_query(work.of_keys) + work.head % a.group * a.q_group +
+                         (work.first + row) * static_cast<int64_t>(a.q_row);
+      Rows<E, kValueColumns, kRows>{q.base}.store(sums, inverse[0], inverse[1], row,
+                                                  static_cast<E*>(a.o) + to * a.value_width, a.value_width,
+                                                  a.q_row * a.value_width, left - row, [&] {
+                                                    // Before global stores, which the fence would wait for.
+                                                    ptx::fence_async_shared();
+                                                    release(q_empty);
+                                                  });
     }
   };
 
@@ -574,12 +470,7 @@ struct Forward {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         ptx::mbarrier_init(at(shared.q_full[block]), 1);
-        ptx::mbarrier_init(at(shared.q_empty[block]), kConsumers);
-      }
-#pragma unroll
-      for (int own = 0; own < kFound; ++own) {
-        ptx::mbarrier_init(at(shared.found_full[own]), 1);
-        ptx::mbarrier_init(at(shared.found_empty[own]), 1 + kConsumers * 4);
+        ptx::mbarrier_init(at(shared.q_empty[block]), kConsumers * 4);
       }
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
@@ -597,7 +488,6 @@ struct Forward {
     if (threadIdx.x < kWarpgroup) {
       ptx::fewer_registers<kProducerRegisters>();
       if (threadIdx.x < 32) of.produce();
-      if (threadIdx.x / 32 == 1) of.find();
     } else {
       ptx::more_registers<kConsumerRegisters>();
       Consumer consumer(of);

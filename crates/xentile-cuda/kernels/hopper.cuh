@@ -109,16 +109,6 @@ __device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int3
       : "memory");
 }
 
-// The same of a tensor of five extents.
-__device__ inline void tensor_store(const CUtensorMap& map, int32_t column, int32_t row,
-                                    int32_t third, int32_t fourth, int32_t fifth, uint32_t from) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
-      "[%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
-      "r"(column), "r"(row), "r"(third), "r"(fourth), "r"(fifth), "r"(from)
-      : "memory");
-}
-
 // Adds the box to what is at (column, row), as one operation of memory's.
 __device__ inline void tensor_add(const CUtensorMap& map, int32_t column, int32_t row,
                                   uint32_t from) {

@@ -8,7 +8,6 @@
 mod arguments;
 pub mod decode;
 mod hopper;
-pub mod ranges;
 
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -487,12 +486,6 @@ impl Attention {
 
 fn invalid<T>(message: String) -> Result<T> {
     Err(Error::Problem(xentile::Error::Invalid(message)))
-}
-
-/// A number that kernels take in 32 bits.
-fn number(count: usize) -> Result<i32> {
-    i32::try_from(count)
-        .or_else(|_| invalid(format!("{count} is too large; it must be below 2^31")))
 }
 
 /// # Safety

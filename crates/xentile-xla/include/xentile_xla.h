@@ -231,13 +231,6 @@ struct XLA_FFI_Error* xentile_flash_attention_backward_cuda_initialize(
     struct XLA_FFI_CallFrame* call_frame);
 struct XLA_FFI_Error* xentile_flash_attention_backward_cuda(struct XLA_FFI_CallFrame* call_frame);
 
-/* xentile_flash_attention_ranges: Ranges that end at the first and the last key of a query's
- * segment, and segments that are 0 where these ranges say what queries see. (ranges, q_segments,
- * kv_segments) -> (narrowed, of_queries, of_keys). */
-struct XLA_FFI_Error* xentile_flash_attention_ranges_cuda_initialize(
-    struct XLA_FFI_CallFrame* call_frame);
-struct XLA_FFI_Error* xentile_flash_attention_ranges_cuda(struct XLA_FFI_CallFrame* call_frame);
-
 /* xentile_flash_attention_decode: What forward gives, for few queries: chunks of keys are shared
  * out over the GPU and merged. (q, k, v, ranges, sinks) -> (o, lse, partials, partial_lse). */
 struct XLA_FFI_Error* xentile_flash_attention_decode_cuda_initialize(

@@ -46,8 +46,7 @@ const SCRATCH: ArrayDecl = scratch("scratch", "", F32)
     ))
     .given(Given::Where("scratch_columns"));
 
-pub(crate) const DECLARATIONS: &[Declaration] =
-    &[FORWARD, BACKWARD, RANGES_OF_SEGMENTS, DECODE, PAGED];
+pub(crate) const DECLARATIONS: &[Declaration] = &[FORWARD, BACKWARD, DECODE, PAGED];
 
 pub(crate) const FORWARD: Declaration = Declaration {
     name: c"xentile_flash_attention_forward",
@@ -82,24 +81,6 @@ pub(crate) const BACKWARD: Declaration = Declaration {
         SCRATCH,
     ],
     attributes: &[ATTRIBUTES, OF_BACKWARD],
-    ..Declaration::BASE
-};
-
-pub(crate) const RANGES_OF_SEGMENTS: Declaration = Declaration {
-    name: c"xentile_flash_attention_ranges",
-    summary: "Ranges that end at the first and the last key of a query's segment, and segments that are 0 where these \
-              ranges say what queries see.",
-    host: Stages::None,
-    operands: &[
-        RANGES,
-        input("q_segments", "*batch S", S32),
-        input("kv_segments", "*batch K", S32),
-    ],
-    results: &[
-        output("narrowed", "*batch S 2", S32),
-        output("of_queries", "*batch S", S32),
-        output("of_keys", "*batch K", S32),
-    ],
     ..Declaration::BASE
 };
 

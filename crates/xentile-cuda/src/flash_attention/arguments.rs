@@ -46,7 +46,6 @@ mirror! {
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
-        o: TensorMap,
         of: Arguments,
         walk: u32,
     }
@@ -81,21 +80,6 @@ mirror! {
 }
 
 mirror! {
-    /// See kernels/flash_attention_ranges.cu.
-    pub(crate) struct RangesArguments = FlashAttentionRangesArguments {
-        ranges: *const i32,
-        q_segments: *const i32,
-        kv_segments: *const i32,
-        narrowed: *mut i32,
-        of_queries: *mut i32,
-        of_keys: *mut i32,
-        queries: i32,
-        keys: i32,
-        buckets: i32,
-    }
-}
-
-mirror! {
     /// See kernels/flash_attention_gradients_hopper.cuh.
     #[repr(align(128))]
     pub(crate) struct GradientArguments = FlashAttentionGradientArguments {
@@ -124,7 +108,6 @@ numbers! {
     DECODE_THREADS: u32 = kAttentionDecodeThreads, 128;
     DECODE_BYTES: u32 = kAttentionDecodeBytes, 98304;
     DECODE_WIDE_BYTES: u32 = kAttentionDecodeWideBytes, 196608;
-    RANGES_THREADS: u32 = kAttentionRangesThreads, 1024;
     FORWARD_THREADS: u32 = kAttentionForwardThreads, 384;
     FORWARD_QUERIES: usize = kAttentionForwardQueries, 128;
     FORWARD_KEYS: usize = kAttentionForwardKeys, 128;

@@ -10,7 +10,7 @@ use xentile::flash_attention::AttentionShape;
 use super::arguments::{
     Arguments, DECODE_BYTES, DECODE_THREADS, DECODE_WIDE_BYTES, DecodeArguments,
 };
-use super::{Attention, Operands, invalid, kernel, number};
+use super::{Attention, Operands, invalid, kernel};
 use crate::driver::{Driver, Extent, RawStream};
 use crate::{Device, Result, check_alignment};
 
@@ -268,6 +268,12 @@ impl Decode {
     fn merge_kernel(&self) -> String {
         format!("flash_attention_decode_merge_{}", self.attention.dtype)
     }
+}
+
+/// A number that kernels take in 32 bits.
+fn number(count: usize) -> Result<i32> {
+    i32::try_from(count)
+        .or_else(|_| invalid(format!("{count} is too large; it must be below 2^31")))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use super::{Attention, Scratch, Step};
 use crate::driver::{Driver, TensorMap};
 use crate::{Device, Result};
 
-/// The columns of a box, which are 128 bytes, and its rows in the backward pass and in o.
+/// The columns of a box, which are 128 bytes, and its rows in the backward pass.
 const BOX: c_uint = 64;
 
 /// What heads of queries are padded to a multiple of in the scratch, and words of each such block that are not
@@ -188,7 +188,8 @@ impl Attention {
     /// CTA where masks are causal.
     fn blocks_of_cta(&self, multiprocessors: u32) -> usize {
         let most = match self.padded_columns() {
-            64 | 128 => 16,
+            64 => 16,
+            128 => 8,
             _ => 1,
         };
         let heads = self.shape.heads.saturating_mul(self.shape.group);
@@ -217,7 +218,6 @@ impl Attention {
             q: self.map_of_queries(&of, of.q, width, FORWARD_QUERIES as c_uint)?,
             k: self.map_of_keys(&of, of.k, width, keys)?,
             v: self.map_of_keys(&of, of.v, value_width, keys)?,
-            o: self.map_of_queries(&of, of.o, value_width, BOX)?,
             walk: self.blocks_of_cta(multiprocessors) as u32,
             of,
         })
@@ -313,7 +313,7 @@ mod tests {
         }
         // All blocks run at a time.
         assert_eq!(of(SHAPE), (48, 1));
-        assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (256, 16));
+        assert_eq!(of(AttentionShape { heads: 32, queries: 4096, ..SHAPE }), (512, 8));
     }
 
     #[test]

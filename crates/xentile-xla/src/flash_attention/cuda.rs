@@ -4,7 +4,6 @@ use std::ptr::{null, null_mut};
 
 use xentile::flash_attention::AttentionShape;
 use xentile_cuda::flash_attention::decode::{Decode, Pages, Partials};
-use xentile_cuda::flash_attention::ranges::{SegmentRanges, Segmented};
 use xentile_cuda::flash_attention::{Attention, Gradients, Layout, Operands, Pass, Saved, Scratch};
 use xla_ffi::{Buffer, BufferMut, Context, DType, Decoder, OnDevice, Parameter, Result, Stage};
 
@@ -24,10 +23,6 @@ target_list! {
     super::BACKWARD: fn xentile_flash_attention_backward_cuda,
         initialize xentile_flash_attention_backward_cuda_initialize = backward(
         q, k, v, seen, o, lse, dout, dlse, dq, dk, dv, others, options, context,
-    );
-    super::RANGES_OF_SEGMENTS: fn xentile_flash_attention_ranges_cuda,
-        initialize xentile_flash_attention_ranges_cuda_initialize = narrow(
-        ranges, q_segments, kv_segments, narrowed, of_queries, of_keys, context,
     );
     super::DECODE: fn xentile_flash_attention_decode_cuda,
         initialize xentile_flash_attention_decode_cuda_initialize = decode(
@@ -62,7 +57,6 @@ impl<'a> Parameter<'a> for Others<'a> {
 }
 
 type Integers<'a> = OnDevice<Buffer<'a, i32>>;
-type IntegersMut<'a> = OnDevice<BufferMut<'a, i32>>;
 
 /// [`Seen`] without segments.
 struct SeenByAll<'a>(Seen<Integers<'a>, Floats<'a>>);
@@ -148,52 +142,6 @@ fn forward(
         match context.stage() {
             Stage::Initialize => attention.load(Pass::Forward, stream),
             _ => attention.forward(stream, operands, o.as_ptr(), lse.as_ptr().cast()),
-        }
-    };
-    outcome.map_err(failed)
-}
-
-fn narrow(
-    ranges: Integers,
-    q_segments: Integers,
-    kv_segments: Integers,
-    narrowed: IntegersMut,
-    of_queries: IntegersMut,
-    of_keys: IntegersMut,
-    context: Context,
-) -> Result {
-    let (of_queries_dims, of_keys_dims) = (q_segments.dims(), kv_segments.dims());
-    let (Some((&queries, leading)), Some(&keys)) =
-        (of_queries_dims.split_last(), of_keys_dims.last())
-    else {
-        return Err(invalid(format_args!(
-            "`q_segments` has shape {of_queries_dims:?} and `kv_segments` {of_keys_dims:?}; they must be [.., S] and \
-             [.., K]"
-        )));
-    };
-    check("kv_segments", of_keys_dims, leading, &[keys])?;
-    check("ranges", ranges.dims(), leading, &[queries, 2])?;
-    check("narrowed", narrowed.dims(), leading, &[queries, 2])?;
-    check("of_queries", of_queries.dims(), leading, &[queries])?;
-    check("of_keys", of_keys.dims(), leading, &[keys])?;
-    let segmented = SegmentRanges { entries: leading.iter().product(), queries, keys };
-    let of = Segmented {
-        ranges: ranges.as_ptr().cast_const().cast(),
-        q_segments: q_segments.as_ptr().cast_const().cast(),
-        kv_segments: kv_segments.as_ptr().cast_const().cast(),
-    };
-    let to = Segmented {
-        ranges: narrowed.as_ptr().cast(),
-        q_segments: of_queries.as_ptr().cast(),
-        kv_segments: of_keys.as_ptr().cast(),
-    };
-    xentile_cuda::available().map_err(failed)?;
-    let stream = context.stream()?.as_ptr();
-    // SAFETY: XLA's stream and buffers, whose shapes were checked.
-    let outcome = unsafe {
-        match context.stage() {
-            Stage::Initialize => segmented.load(stream),
-            _ => segmented.run(stream, of, to),
         }
     };
     outcome.map_err(failed)

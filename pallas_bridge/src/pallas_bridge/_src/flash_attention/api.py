@@ -233,7 +233,8 @@ def attend(
         if options.implementation != "reference":
             zeros = jnp.zeros_like(of_queries)[..., None]
             seen = match_rank(jnp.asarray(seen), zeros) + zeros
-            seen, of_queries, of_keys = narrow_ranges(seen, of_queries, of_keys)
+            found = narrow_ranges(seen, of_queries, of_keys, is_own=is_own)
+            seen, of_queries, of_keys = found
         arrays += [expand(seen, 2), expand(of_queries, 1), expand(of_keys, 1)]
     if sinks is not None:
         arrays.append(sinks_by_kv_heads(check_sinks(sinks, q.shape[-2]), arrays[1]))

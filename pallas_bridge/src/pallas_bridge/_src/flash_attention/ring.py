@@ -302,7 +302,7 @@ class Ring:
         seen = match_rank(jnp.asarray(seen), zeros) + zeros
         options = replace(options, is_own_segment=step == 0 and not self.is_masked)
         if options.implementation != "reference":
-            seen, ids, key_ids = narrow_ranges(seen, ids, key_ids)
+            seen, ids, key_ids = narrow_ranges(seen, ids, key_ids, is_own=ids is key_ids)
         more = [for_kv_heads(seen, 2, k), for_kv_heads(ids, 1, k), for_kv_heads(key_ids, 1, k)]
         return options, vary_alike([q, k, v, *more])
 
