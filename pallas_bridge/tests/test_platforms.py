@@ -268,6 +268,9 @@ def test_rows_for_cuda_are_registered_without_a_gpu(tmp_path: Path) -> None:
               return ((int32_t (*)(const char *, const char *, const char *))real(
                   "xentile_prefers_xla"))(a, b, c);
             }
+            const char *xentile_declarations(void) {
+              return ((const char *(*)(void))real("xentile_declarations"))();
+            }
             size_t xentile_plan(const char *a, char *b, size_t c) {
               return ((size_t (*)(const char *, char *, size_t))real("xentile_plan"))(a, b, c);
             }
