@@ -82,9 +82,9 @@ fn plans_and_errors_are_answered() {
         assert_eq!(text.len(), length);
         text.into()
     };
-    let of_cuda = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 100000000}");
+    let cuda_plan = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 100000000}");
     let right = "{\"plan\":{\"tokens\":64,\"columns\":100,\"products\":3.0";
-    assert!(of_cuda.starts_with(right), "{of_cuda}");
+    assert!(cuda_plan.starts_with(right), "{cuda_plan}");
     let none = ask("\"platform\": \"cuda\", \"limits\": {\"scratch_bytes\": 0}");
     assert!(none.starts_with("{\"plan\":"), "{none}");
     for (rest, error) in [

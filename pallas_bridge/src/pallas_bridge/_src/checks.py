@@ -16,14 +16,23 @@ FLOAT32 = np.finfo(np.float32)
 INT64 = np.iinfo(np.int64)
 
 
+def refuse_none(name: str, value: Any, right: str) -> None:
+    """Checks that there is an array; `right` says of which shape.
+
+    Raises:
+        TypeError: it is None.
+    """
+    if value is None:
+        raise TypeError(f"{name} is None; it must be an array {right}")
+
+
 def as_array(name: str, value: Any, right: str) -> jax.Array:
     """Returns an array of what a user passes for one; `right` says of which shape it must be.
 
     Raises:
         TypeError: it is None, or nothing that an array is made of.
     """
-    if value is None:
-        raise TypeError(f"{name} is None; it must be an array {right}")
+    refuse_none(name, value, right)
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise TypeError(f"{name} has dtype {value.dtype}; it must be an array of numbers, {right}")
     if isinstance(value, jax.Array) and not jax.typeof(value).weak_type:
@@ -54,8 +63,7 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
     """
     if isinstance(value, jax.Array):
         return value
-    if value is None:
-        raise TypeError(f"{name} is None; it must be an array {right}")
+    refuse_none(name, value, right)
     message = (
         f"{name} is of type {type(value).__name__}, of which NumPy makes no array of numbers; it "
         f"must be an array {right}"
