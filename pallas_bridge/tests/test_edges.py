@@ -1,6 +1,7 @@
 """Edges of every operation: no tokens, masks of any rank, what is no array, what is not finite."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -320,6 +321,83 @@ def test_flags_that_are_none() -> None:
             jax.eval_shape(call, True)
         # Arrays that are known within `jax.jit` are as good as numbers.
         jax.eval_shape(lambda call=call: call(known))  # type: ignore[misc]
+
+
+def test_integers_that_int32_does_not_hold() -> None:
+    """They are refused by one exception, of lists and of NumPy's arrays, which JAX would cut."""
+    logits, hidden, weight = jnp.ones((2, 5)), jnp.ones((2, 8)), jnp.ones((5, 8))
+    q = jnp.ones((2, 6, 4, 16))
+    large = 2**32 + 1
+    calls: dict[str, Callable[..., Any]] = {
+        "labels": lambda one: pb.cross_entropy(logits, one),
+        "columns": lambda one: pb.linear_cross_entropy(hidden, weight, [0, 1], columns=one),
+        "seeds": lambda one: pb.generation.sample(logits, one),
+        "steps": lambda one: pb.generation.sample(logits, [0, 1], one),
+        "positions": lambda one: pb.rope(q, positions=one),
+        "segment_ids": lambda one: pb.flash_attention(q, q, q, segment_ids=one),
+        "x": pb.gelu,
+    }
+    for name, call in calls.items():
+        for value in ([1, large], np.array([1, -large]), np.array([1, large], np.uint64)):
+            message = message_of(call, [value], TypeError)
+            right = f"{name} has an integer that u?int32 does not hold; it must be an array "
+            assert re.match(right, message), message
+    assert pb.cross_entropy(logits, np.array([1, 4], np.int64)).shape == ()
+
+
+WORDS_OF_CALLS: dict[str, Callable[..., Any]] = {
+    "reduction": lambda one: pb.cross_entropy(jnp.ones((3, 5)), [0, 1, 2], reduction=one),
+    "reduction of linear_cross_entropy": lambda one: pb.linear_cross_entropy(
+        jnp.ones((3, 8)), jnp.ones((5, 8)), [0, 1, 2], reduction=one
+    ),
+    "reduction of value_and_grad": lambda one: pb.linear_cross_entropy_value_and_grad(
+        jnp.ones((3, 8)),
+        jnp.ones((5, 8)),
+        [0, 1, 2],
+        dweight_sums=jnp.ones((5, 8)),
+        reduction=one,
+    ),
+    "reduction of linear_kl_divergence": lambda one: pb.losses.linear_kl_divergence(
+        *[jnp.ones((3, 8)), jnp.ones((5, 8))] * 2, reduction=one
+    ),
+    "reduction of explain": lambda one: pb.explain(
+        jnp.ones((3, 8)), jnp.ones((5, 8)), reduction=one
+    ),
+    "platform": lambda one: pb.explain(jnp.ones((3, 8)), jnp.ones((5, 8)), platform=one),
+    "granularity": lambda one: pb.fp8_quantize(jnp.ones((3, 8)), granularity=one),
+    "amax_compute": lambda one: pb.delayed_scale(jnp.ones(3), amax_compute=one),
+    "activation": lambda one: pb.gated_mlp(
+        jnp.ones((3, 8)), jnp.ones((8, 4)), None, jnp.ones((2, 8)), activation=one
+    ),
+    "keep": lambda one: pb.gated_mlp(
+        jnp.ones((3, 8)), jnp.ones((8, 4)), None, jnp.ones((2, 8)), keep=one
+    ),
+    "activation of causal_conv1d": lambda one: pb.causal_conv1d(
+        jnp.ones((3, 8)), jnp.ones((8, 4)), activation=one
+    ),
+    "approximate": lambda one: pb.gelu(jnp.ones((3, 8)), approximate=one),
+    "implementation of jax.nn": lambda one: pb.nn.dot_product_attention(
+        *[jnp.ones((2, 6, 4, 16))] * 3, implementation=one
+    ),
+    "adamw: implementation": lambda one: pb.optax.adamw(1e-3, implementation=one),
+    "muon: implementation": lambda one: pb.optax.muon(1e-3, implementation=one),
+}
+
+
+@pytest.mark.parametrize("name", [*WORDS_OF_CALLS, *NAMES])
+def test_words_that_are_arrays(rng: np.random.Generator, name: str) -> None:
+    """An option that is a word answers an array with the words that there are."""
+    call, option = WORDS_OF_CALLS.get(name), name.partition(" of ")[0]
+    if call is None:
+        case, option = BY_NAME[name], "implementation"
+        arrays = case.arrays(rng)
+
+        def call(one: Any) -> Any:
+            return case.function(*arrays, implementation=one)
+
+    for value in (jnp.array(1), jnp.ones(3), np.ones((2, 2)), np.array(["mean", "none"]), [0], 0):
+        message = message_of(call, [value], ValueError)
+        assert f"{option} is {value!r}; it must be " in message, message
 
 
 def test_heads_before_tokens() -> None:

@@ -106,7 +106,7 @@ def test_arguments(
         (
             {"reduction": "avg"},
             ValueError,
-            "reduction is 'avg'; it must be 'none', 'mean' or 'sum'",
+            "reduction is 'avg'; it must be one of 'none', 'mean', 'sum'",
         ),
         ({"weights": np.ones((2, 4), np.float32)}, ValueError, "weights have shape (2, 4)"),
         ({"weights": np.ones((2, 3), np.complex64)}, TypeError, "weights have dtype complex64"),

@@ -203,6 +203,15 @@ def test_bad_input(rng: np.random.Generator) -> None:
         fp8_linear(x, weight, implementation="cutlass")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"axes \(0,\) of lhs"):
         fp8_dot_general(x, weight, (((0,), (0,)), ((), ())))
+    axes = ((1,), (0,)), ((), ())
+    for dtype in ("int32", "float8_e4m3fn", "complex64"):
+        with pytest.raises(TypeError, match=f"lhs has dtype {dtype}; it must be bfloat16"):
+            fp8_dot_general(x.astype(dtype), weight, axes)
+        with pytest.raises(TypeError, match=f"rhs has dtype {dtype}; it must be bfloat16"):
+            fp8_dot_general(x, weight.astype(dtype), axes)
+    for wrong in ("int32", "text", x, 3):
+        with pytest.raises(TypeError, match=r"(?s)preferred_element_type is .*; it must be bfloat"):
+            fp8_dot_general(x, weight, axes, preferred_element_type=wrong)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="batch axes"):
         fp8_dot_general(x, x, (((1,), (1,)), ((0,), (0,))))
     with pytest.raises(NotImplementedError, match="out_sharding"):

@@ -308,8 +308,20 @@ def test_samplers_keep_ties_and_refuse_nan() -> None:
     assert set(sample(many, range(200), top_k=1)[0].tolist()) == {1, 2}
     # Options may be traced.
     traced = jax.jit(lambda k, t: sample(many, jnp.arange(200), temperature=t, top_k=k)[0])
-    assert set(traced(1, 0.0).tolist()) == {1, 2}
+    assert set(traced(1, 1.0).tolist()) == {1, 2}
     assert set(traced(4, 1e3).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5, "min_p": 0.1}], ids=str)
+def test_a_traced_temperature_of_0_is_greedy(rng: np.random.Generator, options: Any) -> None:
+    # Most rows have several largest logits, the last two none that is finite.
+    logits = jnp.asarray(rng.integers(0, 4, (40, 9)), jnp.float32)
+    logits = logits.at[-2, 3].set(jnp.nan).at[-1].set(-jnp.inf)
+    traced = jax.jit(lambda t: sample(logits, jnp.arange(40), temperature=t, **options))
+    right = sample(logits, range(40), temperature=0, **options)
+    for found, want in zip(traced(0.0), right, strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert (traced(1.0)[0] != right[0]).any()
 
 
 @pytest.mark.slow
@@ -444,7 +456,15 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_k="a"), "top_k is 'a'; it must be a number"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], top_p=0.0), "top_p is 0.0; it must be above 0"),
     (lambda p, c: sample(jnp.ones((1, 3)), [0], min_p=1.5), "min_p is 1.5; it must be 0 to 1"),
-    (lambda p, c: init_params(QWEN3, dtype="int8"), "dtype is int8; it must be bfloat16"),
+    (lambda p, c: init_params(QWEN3, dtype="int8"), "dtype is 'int8'; it must be bfloat16"),
+    (lambda p, c: init_params(QWEN3, dtype=jnp.ones(2)), "dtype is Array.*; it must be bfloat16"),
+    (lambda p, c: init_cache(QWEN3, 1.5, 8), "batch is 1.5; it must be an integer"),
+    (lambda p, c: init_cache(QWEN3, 0, 8), "batch is 0; it must be at least 1"),
+    (lambda p, c: init_cache(QWEN3, 1, [8]), r"length is \[8\]; it must be an integer"),
+    (lambda p, c: init_cache(QWEN3, 1, -8), "length is -8; it must be at least 1"),
+    (lambda p, c: init_cache(QWEN3, 1, 8, dtype="int8"), "dtype is 'int8'; it must be bfloat16"),
+    (lambda p, c: init_cache(None, 1, 8), "config is of type NoneType; it must be a DecoderConfig"),
+    (lambda p, c: sample(jnp.ones((1, 3)), [2**40]), "seeds has an integer that int32 does not"),
 ]
 
 

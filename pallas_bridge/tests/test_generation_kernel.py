@@ -517,6 +517,8 @@ DRAWS: list[dict[str, Any]] = [
     {"top_k": 400, "min_p": 1e-3},
     {"top_p": 0.9},
     {"temperature": 3.0, "top_p": 0.999, "min_p": 1e-4},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
 ]
 
 

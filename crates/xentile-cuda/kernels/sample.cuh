@@ -862,8 +862,11 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
   // for later.
   if (a.bounds == nullptr) ptx::wait_for_previous_kernel();
 
-  const float inverse = 1.0f / fmaxf(a.options[0], 1e-30f), top_k = a.options[1];
-  const float top_p = a.options[2], min_p = a.options[3];
+  // At a temperature of 0 the first of the largest logits is drawn: no option leaves it out, and there is no noise.
+  const bool is_greedy = a.options[0] <= 0.0f;
+  const float inverse = is_greedy ? 1.0f : 1.0f / fmaxf(a.options[0], 1e-30f);
+  const float top_k = is_greedy ? INFINITY : a.options[1];
+  const float top_p = is_greedy ? 1.0f : a.options[2], min_p = is_greedy ? 0.0f : a.options[3];
   const bool has_top_k = top_k < static_cast<float>(a.vocab), has_top_p = top_p < 1.0f;
   float high = -INFINITY, low = INFINITY;
   load_columns(logits, count, [&](int i, float x) {
@@ -879,7 +882,7 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
   float best_z = 0.0f, sum = 0.0f;
   const auto use_column = [&](float x, uint32_t column) {
     const float high = uniform(key, column), low = uniform(key, a.vocab + column);
-    const uint64_t value = to_ordered(x + gumbel(high, low));
+    const uint64_t value = to_ordered(x + (is_greedy ? 0.0f : gumbel(high, low)));
     if (const uint64_t packed = value << 32 | ~column; packed > best) {
       best = packed;
       best_z = x;
@@ -941,7 +944,7 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
       const float x = z[i];
       float value = -INFINITY;
       if (x >= least_z && (min_p <= 0.0f || expf(x) >= min_p)) {
-        const float noise = make_bound();
+        const float noise = is_greedy ? 0.0f : make_bound();
         value = x + noise;
         if (value > most) {
           most = value;
@@ -970,7 +973,7 @@ __device__ inline void draw(const SampleArguments& a, uint8_t* memory) {
     __syncthreads();
     least_value =
         __reduce_max_sync(~0u, static_cast<uint32_t>(shared.of_warps[threadIdx.x % 32]));
-    const float bound = from_ordered(least_value);
+    const float bound = is_greedy ? 0.0f : from_ordered(least_value);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kSampleThreads)
       if (z[i] >= bound && z[i] != -INFINITY) use_column(to_z(__ldcg(logits + i)), first + i);

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import jax
@@ -30,9 +31,13 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
     """Returns an array of what a user passes for one; `right` says of which shape it must be.
 
     Raises:
-        TypeError: it is None, or nothing that an array is made of.
+        TypeError: it is None, nothing that an array is made of, or has an integer that JAX's
+            default integer does not hold.
     """
     refuse_none(name, value, right)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu":
+        # `jnp.asarray` would drop the upper bits.
+        return jnp.asarray(_held(name, np.asarray(value), right))
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         raise TypeError(f"{name} has dtype {value.dtype}; it must be an array of numbers, {right}")
     if isinstance(value, jax.Array) and not jax.typeof(value).weak_type:
@@ -42,9 +47,7 @@ def as_array(name: str, value: Any, right: str) -> jax.Array:
     try:
         return jnp.asarray(value)
     except OverflowError as error:
-        raise TypeError(
-            f"{name} has an integer that int32 does not hold; it must be an array {right}"
-        ) from error
+        raise TypeError(_beyond(name, np.int64, right)) from error
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} is of type {type(value).__name__}, of which JAX makes no array; it must be an "
@@ -58,8 +61,7 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
     Making arrays of JAX of them would start programs of their own.
 
     Raises:
-        TypeError: it is None, or nothing that an array is made of.
-        OverflowError: integers that JAX's default integer does not hold.
+        TypeError: as for `as_array`.
     """
     if isinstance(value, jax.Array):
         return value
@@ -74,10 +76,24 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
         raise TypeError(message) from error
     if array.dtype.kind in "USOmM":
         raise TypeError(message)
-    held: jax.Array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return _held(name, array, right)
+
+
+def _held(name: str, array: Any, right: str) -> Any:
+    """Returns an array of NumPy's in the dtype that JAX has for its own.
+
+    Raises:
+        TypeError: an integer that this does not hold.
+    """
+    held = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     if array.dtype.kind in "iu" and (held != array).any():
-        raise OverflowError(f"{name} has integers beyond {held.dtype}")
+        raise TypeError(_beyond(name, held.dtype, right))
     return held
+
+
+def _beyond(name: str, dtype: Any, right: str) -> str:
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return f"{name} has an integer that {dtype} does not hold; it must be an array {right}"
 
 
 def is_traced(value: Any) -> TypeGuard[jax.Array]:
@@ -155,6 +171,38 @@ def check_flag(name: str, value: Any) -> bool:
     if isinstance(value, jax.Array | np.ndarray) or value not in (False, True):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
+
+
+def check_word(name: str, value: Any, words: Iterable[str], *, or_none: bool = False) -> None:
+    """Checks an option that is one of some words, or None where it may be.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    words = tuple(words)
+    if (value is None and or_none) or (isinstance(value, str) and value in words):
+        return
+    choices = ", ".join(map(repr, words)) + (", or None" if or_none else "")
+    raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
+
+
+def check_dtype_named(name: str, dtype: Any, dtypes: Iterable[Any] = DTYPES) -> np.dtype[Any]:
+    """Returns a dtype that an option names.
+
+    Raises:
+        TypeError: it is none of `dtypes`.
+    """
+    known = [np.dtype(one) for one in dtypes]
+    try:
+        # Of an array NumPy would take the dtype, and None stands for float64.
+        is_array = isinstance(dtype, jax.Array | np.ndarray)
+        found = None if dtype is None or is_array else np.dtype(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found not in known:
+        *others, last = (one.name for one in known)
+        raise TypeError(f"{name} is {dtype!r}; it must be {', '.join(others)} or {last}")
+    return found
 
 
 def check_float(name: str, array: jax.Array) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from jax.typing import ArrayLike
 
 from . import library
 from .bound import Bound
-from .checks import as_array, check_dtype, check_float32, check_integer, promoted
+from .checks import as_array, check_dtype, check_float32, check_integer, check_word, promoted
 from .chunk_loops import empty, for_each_chunk, make_alike, pad_tokens, put_rows, slice_rows, zeros
 from .cross_entropy.api import cross_entropy
 from .deferred import bind_deferred, choose_if_whole, make_primitive
 from .implementations import gpus
 from .keywords import hinted
 from .logits_gemms import FLOAT32, Gemms, scale_gradients, zero_rows
-from .losses.reduction import check_reduction, countable
+from .losses.reduction import countable
 from .operation import Operation
 from .targets import declared
 
@@ -106,7 +106,7 @@ def linear_kl_divergence(
         check_dtype(name, array)
     rows, head, teacher_rows, teacher_head = arrays
     _check_shapes(*arrays)
-    check_reduction(reduction, "mean", "sum")
+    check_word("reduction", reduction, get_args(Reduction))
     temperature = check_float32("temperature", temperature, is_positive=True)
     batch = rows.shape[:-1]
     factors = jnp.ones(batch, jnp.float32)

@@ -12,7 +12,7 @@ from jax.lax import DotAlgorithmPreset
 from jax.typing import ArrayLike, DTypeLike
 
 from .arrays import spec_of
-from .checks import as_array, check_dtype
+from .checks import as_array, check_dtype, check_dtype_named
 from .fp8_quantize.api import Quantized, delayed_scale, fp8_quantize
 from .fp8_quantize.declaration import OPERATION
 from .fp8_quantize.options import check_format
@@ -146,6 +146,11 @@ def fp8_dot_general(
     if out_sharding is not None:
         raise NotImplementedError("out_sharding is given; nn.fp8_dot_general takes None")
     lhs, rhs = as_array("lhs", lhs, "[..]"), as_array("rhs", rhs, "[..]")
+    check_dtype("lhs", lhs)
+    check_dtype("rhs", rhs)
+    dtype: Any = lhs.dtype
+    if preferred_element_type is not None:
+        dtype = check_dtype_named("preferred_element_type", preferred_element_type)
     summed = [lhs.shape[axis] for axis in of_lhs]
     if summed != [rhs.shape[axis] for axis in of_rhs]:
         raise ValueError(
@@ -158,8 +163,7 @@ def fp8_dot_general(
     free = (*x.shape[: x.ndim - count], *weight.shape[count:])
     columns = math.prod(weight.shape[count:])
     x, weight = x.reshape(*x.shape[: x.ndim - count], terms), weight.reshape(terms, columns)
-    y = fp8_linear(x, weight).reshape(free)
-    return y if preferred_element_type is None else y.astype(preferred_element_type)
+    return fp8_linear(x, weight).reshape(free).astype(dtype)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import jax
 
+from .checks import check_word
 from .operation import Implementation, Operation
 
 
@@ -11,14 +12,9 @@ def choose(operation: Operation, implementation: Implementation | None) -> Imple
     Raises:
         ValueError: there is no implementation of that name.
     """
-    if implementation is None:
-        return "custom_call"
-    if implementation not in operation.implementations:
-        names = ", ".join(map(repr, operation.implementations))
-        raise ValueError(
-            f"{operation}: implementation is {implementation!r}; it must be one of {names}, or None"
-        )
-    return implementation
+    name = f"{operation}: implementation"
+    check_word(name, implementation, operation.implementations, or_none=True)
+    return implementation or "custom_call"
 
 
 def gpus() -> list[jax.Device]:

@@ -21,6 +21,7 @@ from ..checks import (
     check_flag,
     check_float,
     check_float32,
+    check_word,
     promoted,
 )
 from ..custom_call import vary_alike
@@ -130,13 +131,8 @@ def gated_mlp(
     >>> print(gated_mlp(jnp.ones((1, 2)), jnp.eye(2), 2 * jnp.eye(2), jnp.eye(2)).round(4))
     [[1.4621 1.4621]]
     """
-    for name, value, known in (
-        ("activation", activation, get_args(Function)),
-        ("keep", keep, get_args(Keep)),
-    ):
-        if value not in known:
-            choices = ", ".join(map(repr, known))
-            raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
+    check_word("activation", activation, get_args(Function))
+    check_word("keep", keep, get_args(Keep))
     names = names_of_devices(axis_name)
     alpha = check_float32("alpha", alpha, is_positive=True)
     if activation != "silu" and alpha != 1.0:

@@ -16,6 +16,7 @@ from ..checks import (
     check_flag,
     check_float,
     check_operand,
+    check_word,
 )
 from ..custom_call import bind, declared_call, vary_alike
 from ..exporting import DTYPES, Cell, Exports, Program, checked, flag, weight_dtype_of
@@ -110,8 +111,7 @@ def causal_conv1d(
     [ 1. 12. 23.]
     """
     chosen = choose(OPERATION, implementation)
-    if activation not in ("silu", None):
-        raise ValueError(f'activation is {activation!r}; it must be "silu" or None')
+    check_word("activation", activation, ("silu",), or_none=True)
     asks_state = check_flag("return_final_state", return_final_state)
     arrays = {"x": as_array("x", x, "[.., T, C]"), "weight": as_array("weight", weight, "[C, W]")}
     optional = {"bias": bias, "state": initial_state, "segments": segment_ids}

@@ -1,7 +1,7 @@
 """Cross-entropy over logits: what users call."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from .. import gathering, one_program
 from ..arrays import wide
 from ..bound import Bound
-from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint, check_flag
+from ..checks import REFERENCE_TAKES_OTHERS, as_array, cast_hint, check_flag, check_word
 from ..implementations import choose
 from ..keywords import hinted_with
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
@@ -18,11 +18,12 @@ from ..losses.options import (
     AxisName,
     LossKeywords,
     Options,
-    check_arrays,
+    check_logits,
     check_options,
+    check_tokens,
     narrow_labels,
 )
-from ..losses.reduction import check_reduction, token_factors, weighted, weighted_sum
+from ..losses.reduction import token_factors, weighted, weighted_sum
 from ..losses.traced import Coefficients, check_with_mapping, map_logits
 from ..operation import Implementation
 from .declaration import OPERATION
@@ -87,7 +88,8 @@ def _prepare(
     chosen = choose(OPERATION, implementation)
     logits, labels = as_array("logits", logits, "[.., T, V]"), as_array("labels", labels, "[.., T]")
     weights = None if weights is None else as_array("weights", weights, "[.., T]")
-    check_arrays(logits, labels, weights)
+    check_logits(logits)
+    check_tokens(labels, weights, "logits", logits)
     if chosen != "reference" and logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise TypeError(
             f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
@@ -247,7 +249,7 @@ def cross_entropy(
     >>> print(cross_entropy(logits, labels).round(4))  # ln 50257; -100 is ignored
     10.8249
     """
-    check_reduction(reduction, "none", "mean", "sum")
+    check_word("reduction", reduction, get_args(Reduction))
     requested = Request.checked(return_lse, return_entropy, return_correct)
     arrays = _prepare(logits, labels, weights, columns, requested, **options)
     request, weights = arrays.request, arrays.weights

@@ -214,6 +214,31 @@ def gradient_scalars(
     return p_factor, at_label, even, (g != 0) | (h != 0) | (k != 0)
 
 
+def make_dlogits(
+    options: Options, z: jax.Array, labels: jax.Array, first: Any, lse: jax.Array, *scalars: Any
+) -> jax.Array:
+    """Returns dlogits [N, width] in f32, by the `gradient_scalars` of rows.
+
+    z are logits of columns from `first` on, after softcap and temperature.
+    """
+    p_factor, at_label, even, active = (one[:, None] for one in scalars)
+    is_label = find_labels(labels, first, z.shape[-1])
+    dz = p_factor * jnp.exp(z - lse[:, None]) + jnp.where(is_label, at_label, 0)
+    if options.label_smoothing:
+        dz -= even
+    if options.softcap is not None or options.temperature != 1:
+        dz *= options.slope(z)
+    # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
+    dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
+    return jnp.where(active, dz, 0)
+
+
+def find_labels(labels: jax.Array, first: Any, width: int) -> jax.Array:
+    """Returns which of `width` columns from `first` on are their row's label, [N, width]."""
+    column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
+    return column + jnp.asarray(first, labels.dtype) == labels[:, None]
+
+
 def requested_outputs(
     spec: Loss,
     request: Request,

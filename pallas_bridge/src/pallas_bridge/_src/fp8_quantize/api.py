@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..activation.api import gated_options, swiglu
 from ..activation.options import Options as Activation
 from ..activation.options import check_arrays as check_gated
-from ..checks import DTYPES, as_array, check_flag, check_integer
+from ..checks import as_array, check_dtype_named, check_flag, check_integer, check_word
 from ..implementations import choose
 from ..keywords import hinted, hinted_with
 from ..norm.api import rms_norm, weight_or_default
@@ -196,8 +196,7 @@ def fp8_dequantize(
     size = check_integer("block_size", block_size, 1)
     if scales.dtype != jnp.float32:
         raise TypeError(f"scales has dtype {scales.dtype}; it must be float32")
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
+    found = check_dtype_named("dtype", dtype)
     *leading, columns = values.shape or (1,)
     across = -(-columns // size)
     shapes: dict[tuple[Any, ...], tuple[int, int | None]] = {}
@@ -213,7 +212,7 @@ def fp8_dequantize(
             f"the shapes {right}, where block_size is {size}"
         )
     extents = None if scales.shape == () else shapes[scales.shape]
-    return _dequantize(extents, np.dtype(dtype), values, scales)
+    return _dequantize(extents, found, values, scales)
 
 
 @hinted
@@ -260,8 +259,7 @@ def delayed_scale(
         raise TypeError(f"history has dtype {history.dtype}; it must be float32")
     if history.ndim == 0 or history.shape[-1] == 0:
         raise ValueError(f"history has shape {history.shape}; it must be [.., H] with H at least 1")
-    if amax_compute not in ("max", "most_recent"):
-        raise ValueError(f"amax_compute is {amax_compute!r}; it must be 'max' or 'most_recent'")
+    check_word("amax_compute", amax_compute, ("max", "most_recent"))
     most = reference.amax(history[..., :1] if amax_compute == "most_recent" else history, -1)
     grown = most * jnp.float32(2.0**margin)
     # Beyond f32 there is nothing to grow into.

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import as_array, check_dtype, check_flag, check_integer
+from ..checks import (
+    as_array,
+    check_dtype,
+    check_dtype_named,
+    check_flag,
+    check_integer,
+    check_word,
+)
 
 Granularity = Literal["tensor", "row", "block_1d", "block_2d"]
 
@@ -38,13 +45,7 @@ def check_format(name: str, dtype: Any) -> np.dtype[Any]:
     Raises:
         TypeError: it is none of those that there are.
     """
-    try:
-        found: np.dtype[Any] | None = np.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found not in LARGEST:
-        raise TypeError(f"{name} is {dtype!r}; it must be float8_e4m3fn or float8_e5m2")
-    return found
+    return check_dtype_named(name, dtype, LARGEST)
 
 
 def check_options(
@@ -57,9 +58,7 @@ def check_options(
         ValueError: an option outside its range.
     """
     found = check_format("dtype", dtype)
-    if granularity not in get_args(Granularity):
-        names = ", ".join(map(repr, get_args(Granularity)))
-        raise ValueError(f"granularity is {granularity!r}; it must be one of {names}")
+    check_word("granularity", granularity, get_args(Granularity))
     size = check_integer("block_size", block_size, 1)
     flag = check_flag("power_of_two", power_of_two)
     return Options(found, granularity, size, flag, implementation)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..checks import check_dtype_named, check_integer
 from ..keywords import hinted
-from .config import DecoderConfig
+from .config import DecoderConfig, check_config
 
 Array = jax.Array
 
@@ -30,6 +31,13 @@ def init_cache(
       batch: sequences, B.
       length: the most tokens of a sequence, S: prompt and generated ones.
       dtype: that of the parameters.
+
+    Raises:
+      TypeError: another config, a size that is no integer, or a dtype that is not taken.
+      ValueError: a size below 1.
     """
+    check_config(config)
+    batch, length = check_integer("batch", batch, 1), check_integer("length", length, 1)
+    named = check_dtype_named("dtype", dtype)
     shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return Cache(jnp.zeros(shape, named), jnp.zeros(shape, named))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..checks import DTYPES
+from ..checks import DTYPES, check_dtype_named
 from ..keywords import hinted
 from . import kernel
 from .config import DecoderConfig
@@ -136,9 +136,7 @@ def _read(config: DecoderConfig, tensors: dict[str, Any], dtype: Any, is_packed:
         return array
 
     outer = {name: read(OUTER[name], shape) for name, shape in outer_shapes(config).items()}
-    dtype = jnp.dtype(outer["embedding"].dtype if dtype is None else dtype)
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype is {dtype}; it must be bfloat16, float16 or float32")
+    dtype = check_dtype_named("dtype", outer["embedding"].dtype if dtype is None else dtype)
     head, gate = config.head_dim, config.mlp_size
     rows = {
         "qkv": [config.heads * head, config.kv_heads * head, config.kv_heads * head],

@@ -121,6 +121,16 @@ class DecoderConfig:
         )
 
 
+def check_config(config: Any) -> None:
+    """Checks that there is a config.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(f"config is of type {type(config).__name__}; it must be a DecoderConfig")
+
+
 def _required(config: Mapping[str, Any], name: str) -> Any:
     if config.get(name) is None:
         raise ValueError(f"config lacks {name}; config.json of {config['model_type']} must have it")

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..checks import DTYPES, is_traced
+from ..checks import DTYPES, check_dtype_named, is_traced
 from ..keywords import hinted
-from .config import DecoderConfig
+from .config import DecoderConfig, check_config
 
 Array = jax.Array
 Shapes = dict[str, tuple[int, ...]]
@@ -82,8 +82,7 @@ def check_params(params: Params, config: DecoderConfig) -> None:
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"params is of type {type(params).__name__}; it must be a dict")
-    if not isinstance(config, DecoderConfig):
-        raise TypeError(f"config is of type {type(config).__name__}; it must be a DecoderConfig")
+    check_config(config)
     stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     outer = outer_shapes(config)
     if "layers" in params and are_packed_alone(params):
@@ -133,9 +132,8 @@ def init_params(config: DecoderConfig, seed: int = 0, *, dtype: DTypeLike = jnp.
     Raises:
       TypeError: another dtype.
     """
-    if jnp.dtype(dtype) not in DTYPES:
-        raise TypeError(f"dtype is {jnp.dtype(dtype)}; it must be bfloat16, float16 or float32")
-    found: Params = _init(jax.random.key(seed), config, jnp.dtype(dtype))
+    named = check_dtype_named("dtype", dtype)
+    found: Params = _init(jax.random.key(seed), config, named)
     return found
 
 

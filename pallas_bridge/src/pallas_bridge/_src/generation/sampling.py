@@ -213,10 +213,12 @@ def _draw(logits: Array, keys: Array, steps: Array, options: Sampling) -> tuple[
     if options.temperature is None:
         tokens = logits.argmax(1)
     else:
-        # A traced temperature of 0 is near enough to the largest logit.
-        scale = jnp.maximum(jnp.asarray(options.temperature, jnp.float32), 1e-30)
-        logits = (logits - logits.max(1, keepdims=True)) / scale
-        tokens = (truncate(logits, options) + _gumbel(keys, steps, logits.shape[1])).argmax(1)
+        temperature = jnp.asarray(options.temperature, jnp.float32)
+        scaled = (logits - logits.max(1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
+        noisy = truncate(scaled, options) + _gumbel(keys, steps, logits.shape[1])
+        is_greedy = temperature <= 0
+        tokens = jnp.where(is_greedy, logits, noisy).argmax(1)
+        logits = jnp.where(is_greedy, logits, scaled)
     tokens = tokens.astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     logps = chosen - jax.nn.logsumexp(logits, axis=1)

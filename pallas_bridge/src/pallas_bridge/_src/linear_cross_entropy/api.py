@@ -1,19 +1,19 @@
 """The functions of linear cross-entropy that users call."""
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import pallas
-from ..checks import as_array, check_flag, check_operand
+from ..checks import as_array, check_flag, check_operand, check_word
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request
 from ..losses.options import AxisName, LossKeywords, check_options, check_tile
-from ..losses.reduction import check_reduction, token_factors, weighted
+from ..losses.reduction import token_factors, weighted
 from . import derivative, schedule
 from .call import Call
 from .plan import Plan
@@ -184,7 +184,7 @@ def linear_cross_entropy(
     >>> print(linear_cross_entropy(hidden, weight, jnp.arange(4)).round(4))  # ln 50257
     10.8249
     """
-    check_reduction(reduction, "none", "mean", "sum")
+    check_word("reduction", reduction, get_args(Reduction))
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, weights, return_lse, **options)
     requested = Request.checked(return_lse, return_entropy, return_correct)
@@ -233,7 +233,7 @@ def linear_cross_entropy_value_and_grad(
         number.
       ValueError: shapes that disagree, an option outside its range, or a budget below the least.
     """
-    check_reduction(reduction, "mean", "sum")
+    check_word("reduction", reduction, ("mean", "sum"))
     hidden = as_array("hidden", hidden, "[.., D]")
     call = Call(hidden, weight, labels, weights, takes_traced=False, **options)
     operands = call.flat
@@ -327,7 +327,7 @@ def explain(
     """
     tile = check_tile(time_block, block_size)
     batch_invariant = check_flag("batch_invariant", batch_invariant)
-    check_reduction(reduction, "none", "mean", "sum")
+    check_word("reduction", reduction, get_args(Reduction))
     given = {"hidden": (hidden, "[.., D]"), "weight": (weight, "[V, D] or [D, V]")}
     given |= {} if bias is None else {"bias": (bias, "[V]")}
     for name, (one, right) in given.items():
@@ -345,13 +345,11 @@ def explain(
         device = jax.devices()[0]
         names = {"gpu": "cuda", "tpu": device.device_kind}
         platform = names.get(device.platform, "cpu")
-    calls = {"cuda": cuda, "cpu": cpu if schedule.has_cpu_calls() else None}
+    calls = {"cpu": cpu if schedule.has_cpu_calls() else None, "cuda": cuda}
+    tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
+    check_word("platform", platform, (*calls, *tpus), or_none=True)
     if platform in calls:
         return calls[platform] or plan
-    tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
-    if platform not in tpus:
-        known = ", ".join(map(repr, ("cpu", "cuda", *tpus)))
-        raise ValueError(f"platform is {platform!r}; it must be one of {known}, or None")
     from . import pallas_tpu  # late: it takes as long to import as all the rest
 
     return pallas_tpu.plan(tpus[platform], plan, (hidden, weight, bias), axis, tile)

@@ -26,7 +26,7 @@ from ..logits_gemms import (
 )
 from ..losses.aux_outputs import Request, TokenOutputs, check_columns
 from ..losses.layouts import Layout, find_layout
-from ..losses.options import AxisName, narrow_labels
+from ..losses.options import AxisName, check_tokens, narrow_labels
 from ..losses.traced import Coefficients, check_with_mapping, divided, map_logits
 from ..losses.vocab_shards import WHOLE, shard_options
 from ..operation import Implementation
@@ -90,20 +90,19 @@ class Call:
         self.hidden, self.weight = promote_operands(
             as_array("hidden", hidden, "[.., D]"), as_array("weight", weight, "[V, D] or [D, V]")
         )
-        y = as_array("labels", labels, "[..], a label a token")
+        labels = as_array("labels", labels, "[..], a label a token")
+        if weights is not None:
+            weights = as_array("weights", weights, "[..], a number a token")
         self.bias = None if bias is None else as_array("bias", bias, "[V]")
         self.axis = find_vocab_axis(self.hidden, self.weight, self.bias, vocab_axis)
         meshes.check_whole(OPERATION, "hidden", self.hidden, columns=-1)
         # Every chunk takes all of D.
         self.weight = meshes.with_whole_axis(self.weight, 1 - self.axis, self.hidden)
         self.shape = self.hidden.shape[:-1]
-        if not jnp.issubdtype(y.dtype, jnp.integer):
-            raise TypeError(f"labels have dtype {y.dtype}; it must be an integer")
-        y = self._check_tokens("labels", y)
-        self.labels, self.options = narrow_labels(y, self.coefficients.for_kernels(options))
+        check_tokens(labels, weights, "hidden", self.hidden)
+        self.labels, self.options = narrow_labels(labels, self.coefficients.for_kernels(options))
         if not all(isinstance(extent, int) for extent in self.shape):
             self.options = self.options.in_xla()
-        weights = None if weights is None else self._check_tokens("weights", weights)
         self.weights = None if weights is None else weights.astype(jnp.float32)
         if batch_invariant and self.is_dense:
             raise ValueError(
@@ -124,18 +123,6 @@ class Call:
         # How arrays are known to be sharded; None where they are not. On devices, arrays are a
         # device's.
         self.layout: Layout | None = None
-
-    def _check_tokens(self, name: str, array: ArrayLike) -> jax.Array:
-        """Returns a checked array of the shape of the tokens."""
-        array = as_array(name, array, "[..], a number a token")
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError(f"{name} have dtype {array.dtype}; it must be real")
-        if array.shape != self.shape:
-            raise ValueError(
-                f"{name} have shape {array.shape}; it must be that of hidden without its last "
-                f"axis, {self.shape}"
-            )
-        return array
 
     @property
     def flat(self) -> Operands:

@@ -29,7 +29,13 @@ from ..chunk_loops import (
     zeros,
 )
 from ..cross_entropy import calls as kernels
-from ..cross_entropy.reference import gradient_scalars, masked_tokens, outputs_of_sums
+from ..cross_entropy.reference import (
+    find_labels,
+    gradient_scalars,
+    make_dlogits,
+    masked_tokens,
+    outputs_of_sums,
+)
 from ..logits_gemms import FLOAT32, Bias, Gemms, Gradients, Operands, operand_dtype, zero_rows
 from ..losses import aux_outputs
 from ..losses.options import Options
@@ -171,8 +177,7 @@ class TokenChunks:
         given = shard_cotangents(options, exchange, own, lse, is_empty, (g, none, none))
         own_options = shard_options(options, exchange)
         scalars = gradient_scalars(own_options, vocab, own.given, (lse, lse_low), given)
-        is_label = _is_label(own.given, 0, vocab)
-        dlogits = _make_dlogits(own_options, own_options.mapped(z), is_label, lse, *scalars)
+        dlogits = make_dlogits(own_options, own_options.mapped(z), own.given, 0, lse, *scalars)
         return (losses, lse, lse_low, is_empty), dlogits
 
     def _fused_keeping_dlogits(self, operands: Operands, factors: jax.Array) -> Any:
@@ -242,7 +247,7 @@ class ColumnChunks:
                 # A row of -inf so far has no exponent to shift by.
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
                 total = total * jnp.exp(row_max - shift) + jnp.exp(z - shift[:, None]).sum(-1)
-                at_label += jnp.where(_is_label(y, start, width), z, 0).sum(-1)
+                at_label += jnp.where(find_labels(y, start, width), z, 0).sum(-1)
                 return new_max, total, at_label, plain + z.sum(-1)
 
             zero = zeros(x, (count,))
@@ -270,21 +275,20 @@ class ColumnChunks:
         # Whether sums of dhidden fit: each chunk's logits are there for all gradients then.
         is_one = is_one_chunk(self.tokens, labels.shape[0])
 
-        def make_dlogits(first: Any, count: int, start: Any, width: int) -> Any:
+        def make_tile(first: Any, count: int, start: Any, width: int) -> Any:
             """Returns dlogits of a tile, its hidden states, and the columns of the weight."""
             x, *rows = slice_rows(first, count, hidden, *per_token)
-            y, *_, active = rows
-            x = zero_rows(~active, x).astype(dtype)
+            x = zero_rows(~rows[-1], x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
-            z, is_label = self._logits(x, columns, bias, start), _is_label(y, start, width)
-            return _make_dlogits(self.options, z, is_label, *rows[1:]), x, columns
+            z, (y, *scalars) = self._logits(x, columns, bias, start), rows
+            return make_dlogits(self.options, z, y, start, *scalars), x, columns
 
         def for_weight(start: Any, width: int, carry: Any) -> Any:
             """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""
 
             def add(first: Any, count: int, carry: Any) -> Any:
                 dhidden, dweight, dbias = carry
-                dz, x, columns = make_dlogits(first, count, start, width)
+                dz, x, columns = make_tile(first, count, start, width)
                 if is_one:
                     dhidden += self.gemms.grad_hidden(dz, columns, FLOAT32)
                 dweight += self.gemms.grad_weight(dz, x, FLOAT32)
@@ -300,7 +304,7 @@ class ColumnChunks:
 
         def for_hidden(first: Any, count: int, outputs: Any) -> Any:
             def add(start: Any, width: int, total: jax.Array) -> jax.Array:
-                dz, _, columns = make_dlogits(first, count, start, width)
+                dz, _, columns = make_tile(first, count, start, width)
                 return total + self.gemms.grad_hidden(dz, columns, FLOAT32)
 
             total = zeros(hidden, (count, hidden.shape[1]))
@@ -319,26 +323,6 @@ class ColumnChunks:
         width = columns.shape[self.gemms.vocab_axis]
         some = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, width)
         return self.options.mapped(self.gemms.logits(x, columns, some))
-
-
-def _make_dlogits(
-    options: Options, z: jax.Array, is_label: jax.Array, lse: jax.Array, *scalars: jax.Array
-) -> jax.Array:
-    """Returns dlogits in f32 by `gradient_scalars`; z are logits after softcap and temperature."""
-    p_factor, at_label, even, active = scalars
-    dz = p_factor[:, None] * jnp.exp(z - lse[:, None]) + jnp.where(is_label, at_label[:, None], 0)
-    if options.label_smoothing:
-        dz -= even[:, None]
-    if options.softcap is not None or options.temperature != 1:
-        dz *= options.slope(z)
-    # Logits of -inf have no gradient; where there is no softmax, it is NaN everywhere.
-    dz = jnp.where((z == -jnp.inf) & jnp.isfinite(lse)[:, None], 0, dz)
-    return jnp.where(active[:, None], dz, 0)
-
-
-def _is_label(labels: jax.Array, start: Any, width: int) -> jax.Array:
-    column = jax.lax.broadcasted_iota(labels.dtype, (len(labels), width), 1)
-    return column + jnp.asarray(start, labels.dtype) == labels[:, None]
 
 
 def run_two_passes(

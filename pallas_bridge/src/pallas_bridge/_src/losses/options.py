@@ -158,34 +158,40 @@ def check_options(
     )
 
 
-def check_arrays(logits: jax.Array, labels: jax.Array, weights: jax.Array | None) -> None:
-    """Checks shapes and dtypes.
+def check_logits(logits: jax.Array) -> None:
+    """Checks the shape and the dtype of logits.
 
     Raises:
         TypeError: a dtype that is not taken.
-        ValueError: shapes that disagree, or a vocabulary of 0.
+        ValueError: no axis, or a vocabulary of 0.
     """
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
             f"logits have dtype {logits.dtype}; it must be bfloat16, float16 or float32"
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels have dtype {labels.dtype}; it must be an integer")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits have shape {logits.shape}; it must be [.., T, V] with V at least 1"
         )
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels have shape {labels.shape} and logits {logits.shape}; labels must have shape "
-            f"{logits.shape[:-1]}, a label a token"
-        )
-    if weights is not None:
-        if jnp.issubdtype(weights.dtype, jnp.complexfloating):
-            raise TypeError(f"weights have dtype {weights.dtype}; it must be real")
-        if weights.shape != labels.shape:
+
+
+def check_tokens(labels: jax.Array, weights: jax.Array | None, of: str, array: jax.Array) -> None:
+    """Checks labels and weights, one for each token of an `array` that messages call `of`.
+
+    Raises:
+        TypeError: a dtype that is not taken.
+        ValueError: another shape than that of the array without its last axis.
+    """
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels have dtype {labels.dtype}; it must be an integer")
+    if weights is not None and jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(f"weights have dtype {weights.dtype}; it must be real")
+    tokens = array.shape[:-1]
+    for name, one in (("labels", labels), ("weights", weights)):
+        if one is not None and one.shape != tokens:
             raise ValueError(
-                f"weights have shape {weights.shape}; it must be that of labels, {labels.shape}"
+                f"{name} have shape {one.shape}; it must be that of {of} without the last axis, "
+                f"{tokens}"
             )
 
 

@@ -11,17 +11,6 @@ from ..arrays import multiplied
 from .options import Options, is_ignored
 
 
-def check_reduction(reduction: Any, *allowed: str) -> None:
-    """Checks the name of a reduction.
-
-    Raises:
-        ValueError: it is none of `allowed`.
-    """
-    if reduction not in allowed:
-        *others, last = map(repr, allowed)
-        raise ValueError(f"reduction is {reduction!r}; it must be {', '.join(others)} or {last}")
-
-
 def token_factors(
     options: Options,
     reduction: Literal["mean", "sum"],

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..checks import DTYPES, as_array, check_flag, check_float, promoted
+from ..checks import DTYPES, as_array, check_flag, check_float, check_word, promoted
 from ..flash_attention import cudnn
 from ..flash_attention.api import attend
 from ..flash_attention.declaration import OPERATION
@@ -124,12 +124,8 @@ def dot_product_attention(
     q, k, v = arrays
     is_causal = check_flag("is_causal", is_causal)
     return_residual = check_flag("return_residual", return_residual)
-    names = (*IMPLEMENTATIONS_OF_JAX, *OPERATION.implementations)
-    if implementation is not None and implementation not in names:
-        known = ", ".join(map(repr, names))
-        raise ValueError(
-            f"implementation is {implementation!r}; it must be one of {known}, or None"
-        )
+    words = (*IMPLEMENTATIONS_OF_JAX, *OPERATION.implementations)
+    check_word("implementation", implementation, words, or_none=True)
     window = check_window(local_window_size, "local_window_size")
     query_seq_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, q)
     key_value_seq_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, q)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..checks import check_integer, check_number
+from ..checks import check_integer, check_number, check_word
 from ..keywords import hinted
 from ..operation import Implementation
 from . import call, formula, transformation, trees
@@ -228,7 +228,8 @@ class _Step:
 
 def _make(**options: Any) -> "optax.GradientTransformationExtraArgs":
     one = Options(**options)
-    call.check_implementation(one.name, one.implementation)
+    words = "custom_call", "reference"
+    check_word(f"{one.name}: implementation", one.implementation, words, or_none=True)
     names = "learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "max_norm"
     check_scalars(**{name: getattr(one, name) for name in (*names, "rounding_seed")})
     return transformation.make(one.init, one.update, one.update_and_apply)

@@ -43,20 +43,6 @@ KERNEL_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16)))
 WORDS = 16
 
 
-def check_implementation(name: str, implementation: Implementation | None) -> None:
-    """Checks an option.
-
-    Raises:
-        ValueError: there is no implementation of that name.
-    """
-    named = ("custom_call", "reference")
-    if implementation is not None and implementation not in named:
-        raise ValueError(
-            f"{name}: implementation is {implementation!r}; it must be one of "
-            f"{', '.join(map(repr, named))}, or None"
-        )
-
-
 def run(
     rule: Rule,
     scalars: Scalars,
