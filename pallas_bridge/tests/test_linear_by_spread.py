@@ -109,17 +109,45 @@ class Exact:
         self.once = [rounded(one, like.dtype) for one, like in zip(made, arrays, strict=False)]
 
 
+@jax.custom_vjp
+def in_one_run(x: Any, w: Any) -> Any:
+    """x @ w.T in f32, each sum over D from its first term to its last, as the call for CPUs adds."""
+
+    def add(k: Any, total: Any) -> Any:
+        return total + x[:, k, None].astype(jnp.float32) * w[None, :, k].astype(jnp.float32)
+
+    return jax.lax.fori_loop(0, WIDTH, add, jnp.zeros((len(x), len(w)), jnp.float32))
+
+
+def _in_one_run_vjp(residuals: Any, dz: Any) -> Any:
+    x, w = residuals
+    dz = dz.astype(x.dtype)
+    return (dz @ w).astype(x.dtype), (dz.T @ x).astype(w.dtype)
+
+
+in_one_run.defvjp(lambda x, w: (in_one_run(x, w), (x, w)), _in_one_run_vjp)
+
+
 def dense(
-    arrays: Arrays, factors: Any, axis: int, options: dict[str, Any], chunk: tuple[int, int]
+    arrays: Arrays,
+    factors: Any,
+    axis: int,
+    options: dict[str, Any],
+    chunk: tuple[int, int],
+    *,
+    is_one_run: bool = False,
 ) -> tuple[Any, Any]:
     """Losses and gradients of the program that users write, differentiated by JAX.
 
-    Logits come a chunk at a time: XLA's CPU adds in another order where a product is narrow.
+    Logits come a chunk at a time: XLA's CPU adds in another order where a product is narrow. With
+    `is_one_run` they are sums in one run.
     """
     hidden, weight, bias, labels = narrow(arrays)
     tokens, columns = chunk
 
     def product(x: Any, w: Any) -> Any:
+        if is_one_run:
+            return in_one_run(x, w.T if axis else w)
         blocks = [
             [
                 jax.lax.dot_general(
@@ -189,12 +217,13 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
     if how.get("max_scratch_bytes"):
         plan = explain(*arrays[:2], bias=arrays[2], vocab_axis=axis, platform="cpu", **how)
         chunk = plan.tokens, plan.columns
-    other_losses, others = dense(arrays, factors, axis, options, chunk)
-    off, other = (np.abs(np.asarray(one) - exact.losses) for one in (losses, other_losses))
-    # The call sums products of f32, which those of float16 are too, in longer runs than XLA's.
+    # The call sums products of f32, which those of float16 are too, in one run. XLA sums them in
+    # many, whose worst error is smaller.
     is_call = schedule == "library"
-    in_longer_runs = is_call and narrow(arrays)[0].dtype != jnp.bfloat16
-    assert off.max() <= (2.4 if in_longer_runs else 1.2) * other.max() + 2e-5
+    is_one_run = is_call and narrow(arrays)[0].dtype != jnp.bfloat16
+    other_losses, others = dense(arrays, factors, axis, options, chunk, is_one_run=is_one_run)
+    off, other = (np.abs(np.asarray(one) - exact.losses) for one in (losses, other_losses))
+    assert off.max() <= 1.2 * other.max() + 2e-5
     for actual, like in zip(gradients, arrays, strict=False):
         assert actual.dtype == like.dtype
     matrices = zip(gradients, others, exact.gradients, exact.once, arrays, strict=False)
@@ -206,7 +235,7 @@ def hold(arrays: Arrays, axis: int, options: dict[str, Any], schedule: str, how:
             assert error(actual, want) <= 2 * error(dense_one, want) + of_a_sum
             norms = [np.linalg.norm(np.asarray(x, float) - want) for x in (actual, dense_one)]
             # Chunks, and the call, add in another order.
-            of_sums = {"one": 1.1, "reference": 1.1, "library": 2.5}.get(schedule, 1.4)
+            of_sums = {"one": 1.1, "reference": 1.1, "library": 2}.get(schedule, 1.4)
             assert norms[0] <= of_sums * norms[1]
     else:
         for (actual, dense_one, want, once, like), bound in zip(

@@ -165,6 +165,7 @@ def gated_options(
         TypeError: an option that is no number, no bool or traced.
         ValueError: an option outside its range, or that excludes another.
     """
+    choose(OPERATION, implementation)
     is_interleaved = check_flag("interleaved", interleaved)
     if is_apart and is_interleaved:
         raise ValueError("interleaved is True and up is given; of two arrays nothing is packed")
@@ -173,7 +174,6 @@ def gated_options(
             f"{OPERATION}: implementation is 'custom_call'; of gate and up in two arrays it must "
             "be 'reference' or None, which is XLA's program"
         )
-    choose(OPERATION, implementation)
     layout: Layout = "interleaved" if is_interleaved else "halves"
     return Options(
         kind,

@@ -18,6 +18,7 @@ from ..losses.options import (
     AxisName,
     LossKeywords,
     Options,
+    Reduction,
     check_logits,
     check_options,
     check_tokens,
@@ -29,13 +30,10 @@ from ..operation import Implementation
 from .declaration import OPERATION
 from .sharding import Layout, find_layout
 
-Reduction = Literal["none", "mean", "sum"]
-
 
 class _Keywords(LossKeywords, total=False):
     """The options that both functions have; `_prepare` and `check_options` have their defaults."""
 
-    temperature: float | jax.Array
     donate_logits: bool
     axis_name: AxisName | None
 

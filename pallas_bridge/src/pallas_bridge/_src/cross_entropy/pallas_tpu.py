@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..custom_call import Call
+from ..losses import formulas
 from ..losses.options import Options
 from ..pallas import Target
-from . import reference, tpu_kernel
+from . import tpu_kernel
 from .declaration import OPERATION
 from .tpu_kernel import Formula
 from .tpu_plan import NUMBERS, lies_across, plan_tiles, sublanes
@@ -164,7 +165,7 @@ def _sweep(
 
 def _forward(run: Any, options: Options, logits: jax.Array, labels: jax.Array) -> Any:
     _, found = run(logits, labels, reduces=True, writes=False)
-    return reference.outputs_of_sums(options, logits.shape[-1], labels, found[:4])
+    return formulas.outputs_of_sums(options, logits.shape[-1], labels, found[:4])
 
 
 def _backward(
@@ -176,7 +177,7 @@ def _backward(
     low: jax.Array,
     *cotangents: jax.Array,
 ) -> Any:
-    given = reference.mask_cotangents(options, logits.shape[-1], labels, *cotangents)
+    given = formulas.mask_cotangents(options, logits.shape[-1], labels, *cotangents)
     dlogits, _ = run(logits, labels, *given, lse, low, reduces=False, writes=True)
     return (dlogits,)
 
@@ -185,7 +186,7 @@ def _fused(
     run: Any, options: Options, logits: jax.Array, labels: jax.Array, dloss: jax.Array
 ) -> Any:
     vocab = logits.shape[-1]
-    (given,) = reference.mask_cotangents(options, vocab, labels, dloss)
+    (given,) = formulas.mask_cotangents(options, vocab, labels, dloss)
     dlogits, found = run(logits, labels, given, reduces=True, writes=True)
-    loss, _, lse, low = reference.outputs_of_sums(options, vocab, labels, found[:4], given == 0)
+    loss, _, lse, low = formulas.outputs_of_sums(options, vocab, labels, found[:4], given == 0)
     return loss, lse, low, dlogits

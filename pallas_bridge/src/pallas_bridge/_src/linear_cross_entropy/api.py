@@ -12,14 +12,12 @@ from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request
-from ..losses.options import AxisName, LossKeywords, check_options, check_tile
+from ..losses.options import AxisName, LossKeywords, Reduction, check_options, check_tile
 from ..losses.reduction import token_factors, weighted
 from . import derivative, schedule
 from .call import Call
 from .plan import Plan
 from .schedule import Planner
-
-Reduction = Literal["none", "mean", "sum"]
 
 
 class _Keywords(LossKeywords, total=False):
@@ -27,7 +25,6 @@ class _Keywords(LossKeywords, total=False):
 
     bias: ArrayLike | None
     vocab_axis: int | None
-    temperature: float | jax.Array
     max_scratch_bytes: int | None
     batch_invariant: bool
 
@@ -96,31 +93,32 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Cross-entropy of the logits hidden x weight + bias, which are never in memory at once.
 
-    The loss, its options and its special tokens are those of `cross_entropy`. Logits are sums in
-    f32, the bias included, and never rounded. Their gradient, or their softmax, is rounded once, to
-    be a GEMM's operand; gradients are sums in f32, rounded once, to the dtype of their operand.
-    Both modes differentiate it with respect to `hidden`, `weight`, `bias` and `weights`. Forward
-    mode of per-token outputs, of lse, and of a loss whose plan recomputes logits, is that of XLA's
-    dense program, with all logits in memory.
+    The loss, its options and its special tokens are those of `cross_entropy`. It is differentiable
+    in both modes with respect to `hidden`, `weight`, `bias` and `weights`. Forward mode of lse, of
+    per-token outputs, and of a loss whose plan recomputes logits runs XLA's dense program, which
+    holds all logits.
 
-    Axes of tokens may be symbolic in a program that is exported. Its chunks have at most 512
-    tokens, the last one padded, and XLA's own program runs on every platform, without a custom
-    call, unless `implementation` names the kernels of the library.
+    Logits are float32 sums, the bias included, and are not rounded. Their gradient is rounded once,
+    to the dtype of GEMM operands. The gradient of an array is a float32 sum, rounded once to the
+    dtype of the array.
 
-    `hidden` and `weight` may differ in dtype. Of f32 beside 16 bits GEMMs take the narrower dtype,
-    to which the wider array is rounded first, and the gradient of an array in f32 is its sums,
-    never rounded. bfloat16 beside float16 is promoted to float32, as by `jnp`, with GEMMs of that.
+    `hidden` and `weight` may differ in dtype. If one is float32 and the other has 16 bits, the
+    float32 array is rounded to the 16-bit dtype for the GEMMs, and its gradient is not rounded.
+    bfloat16 beside float16 is promoted to float32, as by `jnp`.
 
-    Tokens that are ignored or whose factor is 0 add 0 to every gradient, whatever their hidden
-    state (on GPUs, where logits are recomputed, one that is not finite makes dweight NaN). A NaN in
-    the hidden state of another token makes its loss, its row of dhidden and dweight NaN; a NaN in
-    the weight reaches every token that counts.
+    A token that is ignored, or whose factor is 0, adds 0 to every gradient, whatever its hidden
+    state. On GPUs there is an exception: where logits are recomputed, a hidden state that is not
+    finite makes dweight NaN. A NaN in the hidden state of another token makes its loss, its row of
+    dhidden and dweight NaN. A NaN in the weight reaches every token that counts.
 
-    With a reduction the forward pass computes gradients too: three GEMMs of N x D x V, the fewest
-    there are. With reduction "none", for float16, and where memory is short, the backward pass
-    recomputes logits: four GEMMs, fewer on CPUs, where the forward pass saves the logits there is
-    memory for. On TPUs kernels recompute logits a tile at a time, and hold next to nothing.
-    `explain` says which, and how much memory it takes.
+    With a reduction the forward pass computes gradients too, in three GEMMs of N x D x V. With
+    reduction "none", in float16, and where memory is short, the backward pass recomputes logits,
+    in four GEMMs, or fewer on CPUs with memory to save logits. Kernels for TPUs recompute logits a
+    tile at a time, and hold almost nothing. `explain` returns the plan and its memory.
+
+    Axes of tokens may be symbolic in an exported program. Chunks then have at most 512 tokens, the
+    last one padded, and XLA's own program runs on every platform, unless `implementation` names the
+    kernels of the library.
 
     Args:
       hidden: [.., D] in bfloat16, float16 or float32; N is the product of the leading axes.
@@ -130,46 +128,40 @@ def linear_cross_entropy(
       reduction: "mean", "sum" or "none", as for `cross_entropy`.
       weights: [..], or a mask of that shape; ones where None.
       vocab_axis: which axis of `weight` is V, 0 or 1; required where V = D.
-      ignore_index: the label of tokens that take no part.
-      label_smoothing: the share of the target spread evenly over the vocabulary, in [0, 1]. It and
-        `z_loss` may be traced scalars, with derivatives, which are not checked; the backward pass
-        of a sum or a mean then recomputes logits, as that of reduction "none" does.
-      z_loss: the weight of lse^2, at least 0.
-      softcap: c > 0 replaces z by c * tanh(z / c); None for none. It may be a traced scalar, with
-        a derivative: XLA's program then runs over chunks of tokens, and recomputes their logits in
-        the backward pass.
-      temperature: t > 0 divides z, after softcap, as for `cross_entropy`. It may be a traced
-        scalar, likewise with a softcap; without one, `hidden` and `bias` are divided by it, and
-        `hidden` is rounded to its dtype.
+      ignore_index: the label of ignored tokens.
+      label_smoothing: as for `cross_entropy`. If it or `z_loss` is traced, the backward pass of a
+        sum or a mean recomputes logits, as that of reduction "none" does.
+      z_loss: as for `cross_entropy`.
+      softcap: as for `cross_entropy`. If it is traced, XLA's program runs over chunks of tokens,
+        and recomputes their logits in the backward pass.
+      temperature: as for `cross_entropy`. If it is traced, a loss with a softcap runs likewise.
+        Without one, `hidden` and `bias` are divided by it, and `hidden` is rounded to its dtype.
       return_lse: whether to return lse too, that of ignored tokens included.
       return_entropy: whether to return the entropy of every token's distribution.
       return_correct: whether to return which tokens have the largest logit at their label.
-      columns: [.., K] with K to 128, to return the log-probabilities of these columns too; these
-        outputs are those of `cross_entropy`. With a reduction the pass that computes gradients
-        computes all three, under `jax.jit` and where nothing but the loss is differentiated
-        (columns, of a weight [V, D]). Otherwise logits are computed a chunk of tokens at a time,
-        and recomputed in the backward pass: four GEMMs.
+      columns: [.., K] with K to 128, to return the log-probabilities of these columns too. Under
+        `jax.jit` the pass that computes the gradients of a reduced loss computes all three outputs,
+        if nothing but the loss is differentiated (columns: of a weight [V, D]). Otherwise logits
+        are computed a chunk of tokens at a time, and recomputed in the backward pass: four GEMMs.
       max_scratch_bytes: bytes that may be held beyond operands and results. None stands for those
-        of chunks of 4096 tokens: 4096 * V logits in f32, with their gradient in 16 bits if operands
-        have 16, and, for more tokens than that and a weight of 16 bits, V * D sums in f32. On GPUs
-        logits have the dtype of operands, and 256 MiB is the least. Where the number of tokens is
-        symbolic (`jax.export`) it limits what does not grow with them, and None stands for chunks
-        of 512; in addition there are 32 bytes a token, and hidden states and their gradient once
-        more, padded to whole chunks.
-      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs it is of a block
-        of columns, narrower where `max_scratch_bytes` has no room for it; on TPUs of both kernels,
-        a multiple of 128, fewer where VMEM has no room; on GPUs, and with chunks of XLA's, of the
-        kernels over logits. It changes the order of sums, and so their last bits.
+        of chunks of 4096 tokens: their logits in float32, a 16-bit gradient of these for 16-bit
+        operands, and, for more tokens and a 16-bit weight, V * D sums in float32. On GPUs logits
+        have the dtype of operands, and the default is at least 256 MiB. For a symbolic number of
+        tokens the budget is for what does not grow with it, and None stands for chunks of 512; in
+        addition there are 32 bytes a token, and a padded copy of hidden states and their gradient.
+      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs it is the width
+        of a block of columns, narrowed to fit `max_scratch_bytes`; on TPUs that of both kernels, a
+        multiple of 128, narrowed to fit VMEM; on GPUs, and in chunks by XLA, that of the kernels
+        over logits. It changes the order of sums, and so their last bits.
       time_block: tokens of a tile, likewise; on CPUs those of a task, which change no bit.
       implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
       axis_name: the mesh axis that the vocabulary of `weight` and `bias` is sharded over, or
-        several; as for `cross_entropy`. The weight stays where it is, and so does its gradient;
-        that of `hidden` is summed over devices.
+        several, as for `cross_entropy`. The weight and its gradient stay where they are; the
+        gradient of `hidden` is summed over devices.
       batch_invariant: whether a token's loss, log-probabilities and row of dhidden have the same
-        bits however many other tokens a device has, for equal cotangents. GEMMs are XLA's then, of
-        512 tokens each, the last ones padded, so that no library orders sums by their number; one
-        token takes as long as 512. On GPUs it holds within a process, and a vocabulary that is no
-        multiple of 32 has no kernels at all.
+        bits however many other tokens a device has, for equal cotangents. XLA then computes GEMMs
+        of 512 tokens each, the last ones padded; one token takes as long as 512. On GPUs it holds
+        within a process, and a vocabulary that is no multiple of 32 has no kernels.
 
     Returns:
       The loss in float32, a scalar or [..] for "none"; with auxiliary outputs, a tuple of the loss
@@ -187,8 +179,8 @@ def linear_cross_entropy(
     check_word("reduction", reduction, get_args(Reduction))
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, weights, return_lse, **options)
-    requested = Request.checked(return_lse, return_entropy, return_correct)
-    requested = call.place(requested, columns, axis_name=axis_name)
+    flags = Request.checked(return_lse, return_entropy, return_correct)
+    requested = call.place(flags, columns, axis_name=axis_name)
     factors = call.weights
     if reduction != "none":
         factors = token_factors(call.options, reduction, call.labels, call.weights)
@@ -287,8 +279,8 @@ def linear_cross_entropy_per_token(
     """
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, None, return_lse, **options)
-    requested = Request.checked(return_lse, return_entropy, return_correct)
-    requested = call.place(requested, columns, axis_name=axis_name)
+    flags = Request.checked(return_lse, return_entropy, return_correct)
+    requested = call.place(flags, columns, axis_name=axis_name)
     found = call.outputs(requested)
     loss = call.coefficients.loss(call.options, call.labels, found)
     return loss, found.logps, *requested.select(found)
@@ -312,10 +304,9 @@ def explain(
 
     `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
     stands for JAX's default device. Programs for TPUs that XLA shards over a mesh take no kernels.
-    It is the plan of a loss alone, at any temperature, and on GPUs of one with entropy and
-    *correct*; other auxiliary outputs take chunks of XLA's. The plan depends on the number of
-    tokens, and so do the last bits of a token's loss and row of dhidden, also where libraries order
-    a GEMM's sums by the number of rows; with `batch_invariant` neither does.
+    The plan is that of a loss alone, at any temperature, and on GPUs also of one with entropy and
+    *correct*; other auxiliary outputs take chunks by XLA. Without `batch_invariant` the number of
+    tokens decides the plan, and with it the last bits of a token's loss and row of dhidden.
 
     Returns:
       The plan, with schedule, chunk or tile, products (GEMMs) and scratch; `print` shows a line.

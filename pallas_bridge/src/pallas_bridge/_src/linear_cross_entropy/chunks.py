@@ -29,15 +29,8 @@ from ..chunk_loops import (
     zeros,
 )
 from ..cross_entropy import calls as kernels
-from ..cross_entropy.reference import (
-    find_labels,
-    gradient_scalars,
-    make_dlogits,
-    masked_tokens,
-    outputs_of_sums,
-)
 from ..logits_gemms import FLOAT32, Bias, Gemms, Gradients, Operands, operand_dtype, zero_rows
-from ..losses import aux_outputs
+from ..losses import aux_outputs, formulas
 from ..losses.options import Options
 from ..losses.vocab_shards import Loss, shard_cotangents, shard_labels, shard_options, two_sum
 
@@ -160,7 +153,7 @@ class TokenChunks:
             *found, correct, dlogits = kernels.distribution_fused(options, z, y, g)
             return (*found, *picked, correct), dlogits
 
-        masked = masked_tokens(options, operands.labels, factors)
+        masked = formulas.masked_tokens(options, operands.labels, factors)
         per_token = operands.labels, factors, columns
         found, gradients = self.map_logits(run_chunk, operands, *per_token, masked=masked)
         return *found, gradients
@@ -176,8 +169,10 @@ class TokenChunks:
         own, none = shard_labels(options, exchange, y, vocab), jnp.zeros_like(g)
         given = shard_cotangents(options, exchange, own, lse, is_empty, (g, none, none))
         own_options = shard_options(options, exchange)
-        scalars = gradient_scalars(own_options, vocab, own.given, (lse, lse_low), given)
-        dlogits = make_dlogits(own_options, own_options.mapped(z), own.given, 0, lse, *scalars)
+        scalars = formulas.gradient_scalars(own_options, vocab, own.given, (lse, lse_low), given)
+        dlogits = formulas.make_dlogits(
+            own_options, own_options.mapped(z), own.given, 0, lse, *scalars
+        )
         return (losses, lse, lse_low, is_empty), dlogits
 
     def _fused_keeping_dlogits(self, operands: Operands, factors: jax.Array) -> Any:
@@ -190,7 +185,7 @@ class TokenChunks:
             return *outputs, dlogits.astype(w.dtype)
 
         (*found, dlogits), _ = self.map_logits(run_chunk, operands, labels, factors)
-        masked = masked_tokens(self.loss.options, labels, factors)
+        masked = formulas.masked_tokens(self.loss.options, labels, factors)
         dhidden = zero_rows(masked, self.gemms.grad_hidden(dlogits, w, hidden.dtype))
         # Devices begin to sum dhidden before the other GEMM takes all multiprocessors.
         x, dhidden = jax.lax.optimization_barrier((hidden, dhidden))
@@ -212,7 +207,7 @@ class TokenChunks:
             return (), kernels.backward_tokens(self.loss, *rows)
 
         per_token = operands.labels, columns, saved, cotangents
-        masked = masked_tokens(self.loss.options, operands.labels, *given)
+        masked = formulas.masked_tokens(self.loss.options, operands.labels, *given)
         return self.map_logits(run_chunk, operands, *per_token, masked=masked)[1]
 
 
@@ -247,7 +242,7 @@ class ColumnChunks:
                 # A row of -inf so far has no exponent to shift by.
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
                 total = total * jnp.exp(row_max - shift) + jnp.exp(z - shift[:, None]).sum(-1)
-                at_label += jnp.where(find_labels(y, start, width), z, 0).sum(-1)
+                at_label += jnp.where(formulas.find_labels(y, start, width), z, 0).sum(-1)
                 return new_max, total, at_label, plain + z.sum(-1)
 
             zero = zeros(x, (count,))
@@ -257,7 +252,7 @@ class ColumnChunks:
             # Logits that are all -inf, or one of them +inf, have no softmax.
             lse = jnp.where(jnp.isfinite(lse), lse, jnp.nan)
             sums = lse, low, at_label, plain
-            return put_rows(outputs, outputs_of_sums(self.options, vocab, y, sums), first)
+            return put_rows(outputs, formulas.outputs_of_sums(self.options, vocab, y, sums), first)
 
         return for_each_chunk(labels.shape[0], self.tokens, run_tokens, (zeros(labels),) * 4)
 
@@ -270,7 +265,7 @@ class ColumnChunks:
         hidden, weight, bias, labels = operands
         vocab = weight.shape[self.gemms.vocab_axis]
         dtype = operand_dtype(hidden, weight)
-        scalars = gradient_scalars(self.options, vocab, labels, saved, cotangents)
+        scalars = formulas.gradient_scalars(self.options, vocab, labels, saved, cotangents)
         per_token = labels, saved[0], *scalars
         # Whether sums of dhidden fit: each chunk's logits are there for all gradients then.
         is_one = is_one_chunk(self.tokens, labels.shape[0])
@@ -281,7 +276,7 @@ class ColumnChunks:
             x = zero_rows(~rows[-1], x).astype(dtype)
             columns = self.gemms.slice_columns(weight, start, width).astype(dtype)
             z, (y, *scalars) = self._logits(x, columns, bias, start), rows
-            return make_dlogits(self.options, z, y, start, *scalars), x, columns
+            return formulas.make_dlogits(self.options, z, y, start, *scalars), x, columns
 
         def for_weight(start: Any, width: int, carry: Any) -> Any:
             """Writes dweight and dbias of some columns, and with one chunk adds to dhidden."""

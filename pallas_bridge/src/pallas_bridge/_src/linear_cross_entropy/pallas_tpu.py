@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..compat import varying_like
-from ..cross_entropy import reference
 from ..cross_entropy.tpu_kernel import LEAST, Formula, finish_lse
 from ..cross_entropy.tpu_plan import LANES, NUMBERS, check_tile
 from ..logits_gemms import Gradients, Operands, as_gemm_operands, operand_dtype
+from ..losses import formulas
 from ..losses.options import Options, Tile
 from ..pallas import Target
 from .chunks import run_two_passes
@@ -481,7 +481,7 @@ class Kernels:
             dict.fromkeys(("row_max", "total", "picked", "sums"), state),
         )
         numbers = found["numbers"][:4, : tiles.tokens]
-        return reference.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
+        return formulas.outputs_of_sums(options, tiles.vocab, operands.labels, numbers)
 
     def backward(
         self, options: Options, operands: Operands, saved: Any, cotangents: Any
@@ -492,7 +492,7 @@ class Kernels:
         """
         hidden, weight, bias, labels = operands
         given = self.forward_tiles.vocab, labels, saved, cotangents
-        p_factor, at_label, even, active = reference.gradient_scalars(options, *given)
+        p_factor, at_label, even, active = formulas.gradient_scalars(options, *given)
         rows = [p_factor, saved[0], at_label, even, active.astype(jnp.float32)]
         numbers = jnp.stack([*rows, *[jnp.zeros_like(even)] * (NUMBERS - len(rows))])
         made = jax.tree.map(jnp.zeros_like, {"dhidden": hidden, "dweight": weight, "dbias": bias})

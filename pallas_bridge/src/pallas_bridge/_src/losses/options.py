@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from ..checks import check_integer, check_number
 from ..operation import Implementation
 
 AxisName = str | Sequence[str]
+Reduction = Literal["none", "mean", "sum"]
 
 
 class LossKeywords(TypedDict, total=False):
@@ -23,6 +24,7 @@ class LossKeywords(TypedDict, total=False):
     label_smoothing: float | jax.Array
     z_loss: float | jax.Array
     softcap: float | jax.Array | None
+    temperature: float | jax.Array
     block_size: int | None
     time_block: int | None
     implementation: Implementation | None
