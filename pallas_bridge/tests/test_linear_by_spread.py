@@ -111,7 +111,7 @@ class Exact:
 
 @jax.custom_vjp
 def in_one_run(x: Any, w: Any) -> Any:
-    """x @ w.T in f32, each sum over D from its first term to its last, as the call for CPUs adds."""
+    """X @ w.T in f32, each sum from its first term to its last, as the call for CPUs adds."""
 
     def add(k: Any, total: Any) -> Any:
         return total + x[:, k, None].astype(jnp.float32) * w[None, :, k].astype(jnp.float32)
