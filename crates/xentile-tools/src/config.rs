@@ -282,7 +282,7 @@ pub(crate) fn problem(
         [("time_block", tile.time_block.is_some()), ("block_size", tile.block_size.is_some())]
     {
         ensure!(
-            !is_set || op.tile().iter().any(|dim| dim.key == key),
+            !is_set || op.facts().tile.iter().any(|dim| dim.key == key),
             "tile.{key} is set; op {op} has no such extent"
         );
     }

@@ -212,7 +212,7 @@ impl Work {
             width: problem.dtype.size_bytes(),
             tile,
             cost: operation.cost(problem),
-            traffic: operation.traffic(),
+            traffic: operation.facts().traffic,
         }
     }
 }

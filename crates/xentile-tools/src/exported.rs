@@ -281,7 +281,7 @@ fn is_set(settings: &Map<String, Value>) -> Map<String, Value> {
 /// The tile that a program was made with; none where kernels of the operation have none.
 pub(crate) fn tile(op: Op, exported: &Exported) -> Option<TileConfig> {
     let xentile_programs::exported::Tile { time_block, block_size } = exported.tile;
-    (!op.tile().is_empty()).then_some(TileConfig { time_block, block_size })
+    (!op.facts().tile.is_empty()).then_some(TileConfig { time_block, block_size })
 }
 
 /// Where programs are kept: the cache of the config or the environment, else the user's.

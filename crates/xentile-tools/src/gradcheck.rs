@@ -36,7 +36,7 @@ use runner::Runner;
 /// Bad input: a value out of range, a file that does not fit, too little memory.
 pub fn run(config: &Config) -> Result<Report> {
     config.tolerances.check_owners()?;
-    for tolerance in config.op.tolerances() {
+    for tolerance in config.op.facts().tolerances {
         let name = tolerance.name;
         let value = config.tolerances.number(name).unwrap_or(0.0);
         ensure!(value >= 0.0, "tolerances.{name} is {value}; it must be at least 0");
@@ -55,7 +55,7 @@ pub fn run(config: &Config) -> Result<Report> {
             })?;
             synthetic.validate().context("input.synthetic")?;
             memory::require(config.needed_bytes(&problem, true), &config.remedy())?;
-            let rows = rows(shape.batch, shape.seq_len, config.op.predicts_next());
+            let rows = rows(shape.batch, shape.seq_len, config.op.facts().predicts_next);
             let progress = Progress::new("making input", 0);
             let inputs = config.op.inputs(&problem, synthetic, &rows).context("input.synthetic")?;
             drop(progress);
@@ -108,7 +108,7 @@ fn check(
     let shape = op.shape(problem, Some(sequences));
     let config_json = serde_json::to_value(config).context("a config is plain data")?;
     let report = Report::new(config_json, config.implementation, &shape, &runner.setup());
-    let rows = rows(sequences[0], sequences[1], op.predicts_next());
+    let rows = rows(sequences[0], sequences[1], op.facts().predicts_next);
     let given = |pass| op.given(problem, pass, seeded, &rows);
     let mut run = Run { op, problem, report };
     match runner.is_split() {

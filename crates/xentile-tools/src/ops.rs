@@ -20,7 +20,7 @@ pub fn list() -> String {
     let width = operations().iter().map(|of| of.name().len()).max().unwrap_or(0);
     let mut text = String::new();
     for of in operations() {
-        _ = writeln!(text, "{:width$}  {}", of.name(), of.about());
+        _ = writeln!(text, "{:width$}  {}", of.name(), of.facts().about);
     }
     text
 }
@@ -39,16 +39,16 @@ pub fn describe(name: &str) -> Result<String> {
         }
         (None, None) => bail!("{}", unknown(name)),
     };
-    _ = writeln!(text, "{op}: {}", op.about());
+    _ = writeln!(text, "{op}: {}", op.facts().about);
     dims(&mut text, op);
     arrays(&mut text, op);
     options(&mut text, op);
     let passes: Vec<_> = op.passes().iter().map(|pass| pass.name()).collect();
     _ = writeln!(text, "passes\n  {}", passes.join(", "));
-    let inputs: Vec<_> = op.distributions().iter().map(|of| of.name()).collect();
+    let inputs: Vec<_> = op.facts().distributions.iter().map(|of| of.name()).collect();
     _ = writeln!(text, "distributions of inputs\n  {}", inputs.join(", "));
     let problem = problem(op, |option| option.default);
-    let tolerances = op.tolerances().iter();
+    let tolerances = op.facts().tolerances.iter();
     let tolerances = tolerances.map(|of| {
         let default = (of.default)(&problem);
         [format!("tolerances.{}", of.name), format!("{default:e}"), of.about.to_owned()]
@@ -60,7 +60,7 @@ pub fn describe(name: &str) -> Result<String> {
 
 fn unknown(name: &str) -> String {
     let near = |known: &&&str| strsim::damerau_levenshtein(known, name);
-    let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
+    let functions = operations().iter().flat_map(|of| of.facts().functions).map(|of| of.name);
     let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
     let hint = match names.iter().min_by_key(near) {
         Some(known) if near(&known) <= 1 + name.len() / 3 => format!("did you mean `{known}`?"),
@@ -100,7 +100,7 @@ fn dims(text: &mut String, op: Op) {
         [dim.letter.to_owned(), key, default, dim.about.to_owned()]
     });
     table(text, "dims, by their keys in configs", dims);
-    let tile = op.tile().iter().map(|dim| {
+    let tile = op.facts().tile.iter().map(|dim| {
         [format!("tile.{}", dim.key), format!("of {}", dim.letter), dim.about.to_owned()]
     });
     table(text, "tile, tuned where absent", tile);

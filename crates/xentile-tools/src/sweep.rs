@@ -270,7 +270,7 @@ impl Sweep<'_> {
     /// The extent that the last extent of a tile cuts, which tuned tiles are found by.
     fn columns(&self) -> Option<usize> {
         let (problem, _) = self.problem()?;
-        Some(problem.dim(self.config.cell.op.tile().last()?.letter))
+        Some(problem.dim(self.config.cell.op.facts().tile.last()?.letter))
     }
 
     /// Puts the tile of `best` into `file` in the place of the one for the same dtype and vocabulary.

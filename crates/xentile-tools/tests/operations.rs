@@ -137,7 +137,7 @@ fn factors_that_are_not_finite_are_written_and_read() {
 #[test]
 fn every_distribution_and_instruction_set_passes_gradcheck() {
     for of in native() {
-        for distribution in of.distributions() {
+        for distribution in of.facts().distributions {
             let set = format!("input.synthetic.distribution={}", distribution.name());
             passes(&config(of), &[set]);
         }
@@ -295,7 +295,7 @@ fn operations_are_listed() {
     let list = run(XENTILE, &["ops".into()]);
     let list = String::from_utf8(list.stdout).unwrap();
     for of in operations() {
-        assert!(list.contains(of.about()), "{list}");
+        assert!(list.contains(of.facts().about), "{list}");
         let output = run(XENTILE, &["ops".into(), of.name().into()]);
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         let text = String::from_utf8(output.stdout).unwrap();
@@ -341,7 +341,7 @@ fn pass_on_xla(implementation: &str, count: usize) {
             continue;
         }
         // XLA's programs add rows up as they come.
-        let has_sums = of.tolerances().iter().any(|of| of.name == "sum_roundings");
+        let has_sums = of.facts().tolerances.iter().any(|of| of.name == "sum_roundings");
         let sums = has_sums.then(|| "tolerances.sum_roundings=1".to_owned());
         for more in variants(of).into_iter().take(count) {
             let mut sets = vec!["backend=xla:cpu".to_owned(), format!("impl={implementation}")];
@@ -392,7 +392,7 @@ fn tools_know_no_operation_by_name() {
 
 #[test]
 fn functions_are_operations_with_options_set() {
-    let functions: Vec<_> = operations().iter().flat_map(|of| of.functions()).collect();
+    let functions: Vec<_> = operations().iter().flat_map(|of| of.facts().functions).collect();
     assert!(functions.iter().any(|function| function.name == "swiglu"));
     for function in functions {
         let small = ["--mlp", "64", "--time", "8", "--iters", "2", "--json", "-"].map(Into::into);

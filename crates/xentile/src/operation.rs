@@ -308,53 +308,81 @@ pub trait Stored {
     fn integers(&self, name: &str) -> Result<Vec<i64>>;
 }
 
+/// What is the same for every problem of an operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// Its name, in configs, reports and programs.
+    pub name: &'static str,
+    /// What it computes, in a line.
+    pub about: &'static str,
+    /// The name of its family, none for its own. What is written of a config of one operation has the
+    /// keys of all that are of its family, null where it has no such thing itself.
+    pub family: Option<&'static str>,
+    /// The dims of its arrays.
+    pub dims: &'static [DimSpec],
+    /// Its options.
+    pub options: &'static [OptionSpec],
+    /// The functions of `pallas_bridge` that are this operation with some options set.
+    pub functions: &'static [NamedFunction],
+    /// What gradcheck lets pass, with defaults.
+    pub tolerances: &'static [ToleranceSpec],
+    /// The extents of a tile, by the names that configs have for them; none where kernels have no tile.
+    pub tile: &'static [DimSpec],
+    /// The distributions that its inputs are drawn from.
+    pub distributions: &'static [Distribution],
+    /// The passes that there are kernels or programs of.
+    pub passes: &'static [Pass],
+    /// Whether a token's row says something of the next token, so that the last row of a sequence is of
+    /// no use.
+    pub predicts_next: bool,
+    /// Whether there are [`Operation::zeros`].
+    pub has_zeros: bool,
+    /// Its kernels that are estimated from a schedule.
+    pub traffic: &'static [KernelTraffic],
+}
+
+impl Facts {
+    /// What most operations have in common.
+    pub const BASE: Self = Self {
+        name: "",
+        about: "",
+        family: None,
+        dims: &[],
+        options: &[],
+        functions: &[],
+        tolerances: &[],
+        tile: &[],
+        distributions: &[Distribution::Normal, Distribution::Uniform],
+        passes: &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward],
+        predicts_next: false,
+        has_zeros: false,
+        traffic: &[],
+    };
+}
+
 /// An operation.
 pub trait Operation: Sync {
-    /// Its name, in configs, reports and programs.
-    fn name(&self) -> &'static str;
+    /// What is the same for every problem.
+    fn facts(&self) -> &'static Facts;
 
-    /// What it computes, in a line.
-    fn about(&self) -> &'static str;
-
-    /// The name of its family. What is written of a config of one operation has the keys of all that are
-    /// of its family, null where it has no such thing itself.
-    fn family(&self) -> &'static str {
-        self.name()
+    /// Its name.
+    fn name(&self) -> &'static str {
+        self.facts().name
     }
 
     /// The dims of its arrays.
-    fn dims(&self) -> &'static [DimSpec];
+    fn dims(&self) -> &'static [DimSpec] {
+        self.facts().dims
+    }
 
     /// Its options.
-    fn options(&self) -> &'static [OptionSpec];
-
-    /// The functions of `pallas_bridge` that are this operation with some options set.
-    fn functions(&self) -> &'static [NamedFunction] {
-        &[]
-    }
-
-    /// What gradcheck lets pass, with defaults.
-    fn tolerances(&self) -> &'static [ToleranceSpec];
-
-    /// The extents of a tile, by the names that configs have for them; none where kernels have no tile.
-    fn tile(&self) -> &'static [DimSpec] {
-        &[]
-    }
-
-    /// The distributions that its inputs are drawn from.
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform]
+    fn options(&self) -> &'static [OptionSpec] {
+        self.facts().options
     }
 
     /// The passes that there are kernels or programs of.
     fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::ForwardAndBackward]
-    }
-
-    /// Whether a token's row says something of the next token, so that the last row of a sequence is of
-    /// no use.
-    fn predicts_next(&self) -> bool {
-        false
+        self.facts().passes
     }
 
     /// Refuses options outside their range, and what `problem` asks for that there is not.
@@ -427,11 +455,6 @@ pub trait Operation: Sync {
         self.given(problem, pass, from, rows)
     }
 
-    /// Whether there are [`Self::zeros`].
-    fn has_zeros(&self) -> bool {
-        false
-    }
-
     /// Its inputs with zeros in the place of what takes long to draw.
     ///
     /// # Errors
@@ -493,11 +516,6 @@ pub trait Operation: Sync {
         Cost { bytes_read, bytes_written, flops: 0 }
     }
 
-    /// Its kernels that are estimated from a schedule.
-    fn traffic(&self) -> &'static [KernelTraffic] {
-        &[]
-    }
-
     /// The extents of its inputs, in a few words; `sequences` is batch and sequence length, where there
     /// are any.
     fn shape(&self, problem: &Problem, sequences: Option<[usize; 2]>) -> String {
@@ -528,6 +546,12 @@ pub struct StoredDims {
 
 /// What tools look up in an operation.
 impl dyn Operation {
+    /// The name of its family.
+    #[must_use]
+    pub fn family(&self) -> &'static str {
+        self.facts().family.unwrap_or(self.name())
+    }
+
     /// The option called `name`.
     #[must_use]
     pub fn option(&self, name: &str) -> Option<&'static OptionSpec> {
@@ -550,6 +574,6 @@ impl dyn Operation {
         let value = |spec: &ToleranceSpec| {
             (spec.name, set(spec.name).unwrap_or_else(|| (spec.default)(problem)))
         };
-        Tolerances::new(self.tolerances().iter().map(value))
+        Tolerances::new(self.facts().tolerances.iter().map(value))
     }
 }

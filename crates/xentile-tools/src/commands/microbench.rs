@@ -198,7 +198,7 @@ fn dtype() -> impl TypedValueParser<Value = DType> {
 type Chosen = (Op, &'static [(&'static str, operation::Value)]);
 
 fn op() -> impl TypedValueParser<Value = Chosen> {
-    let functions = operations().iter().flat_map(|of| of.functions()).map(|of| of.name);
+    let functions = operations().iter().flat_map(|of| of.facts().functions).map(|of| of.name);
     let names: Vec<_> = Op::names().iter().copied().chain(functions).collect();
     PossibleValuesParser::new(names).map(|name| match Op::find_function(&name) {
         Some((op, function)) => (op, function.options),

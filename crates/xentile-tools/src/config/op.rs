@@ -29,7 +29,8 @@ impl Op {
     /// The operation that the function called `name` is, and what it sets of its options.
     #[must_use]
     pub fn find_function(name: &str) -> Option<(Self, &'static NamedFunction)> {
-        let found = |op: Self| Some((op, op.functions().iter().find(|one| one.name == name)?));
+        let found =
+            |op: Self| Some((op, op.facts().functions.iter().find(|one| one.name == name)?));
         operations().iter().find_map(|operation| found(Self(*operation)))
     }
 

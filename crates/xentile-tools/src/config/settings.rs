@@ -86,7 +86,7 @@ impl Scope {
             is_dim: false,
         });
         let tolerances = match self {
-            Self::Tolerances => operation.tolerances(),
+            Self::Tolerances => operation.facts().tolerances,
             _ => &[],
         };
         let tolerances = tolerances.iter().map(|tolerance| Key {

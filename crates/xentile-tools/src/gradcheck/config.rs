@@ -108,7 +108,7 @@ impl Config {
         [batch, seq_len]: [usize; 2],
         of: impl Fn(&DimSpec) -> Option<usize>,
     ) -> Result<Problem> {
-        let used = seq_len.saturating_sub(usize::from(self.op.predicts_next()));
+        let used = seq_len.saturating_sub(usize::from(self.op.facts().predicts_next));
         // An allocation reports sizes that are too large.
         let tokens = batch.saturating_mul(used);
         let extent = |dim: &DimSpec| match dim.letter == TOKENS.letter {
@@ -153,7 +153,7 @@ impl Config {
         let Shape { batch, seq_len, dims } = shape;
         ensure!(*batch >= 1, "shape.batch is 0; it must be at least 1");
         let (least, why) =
-            if self.op.predicts_next() { (2, ", a token and its next") } else { (1, "") };
+            if self.op.facts().predicts_next { (2, ", a token and its next") } else { (1, "") };
         ensure!(*seq_len >= least, "shape.seq_len is {seq_len}; it must be at least {least}{why}");
         for (key, extent) in dims {
             ensure!(*extent >= 1, "shape.{key} is 0; it must be at least 1");

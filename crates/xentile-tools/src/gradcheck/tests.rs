@@ -731,6 +731,6 @@ fn distributions_of_logits_are_no_distributions_of_hidden_states() {
         let synthetic = Synthetic { distribution, ..Synthetic::default() };
         let refused = op.inputs(&problem, &synthetic, &[0]).unwrap_err().to_string();
         assert!(refused.contains("normal, uniform, peaked or trained"), "{refused}");
-        assert!(!op.distributions().contains(&distribution));
+        assert!(!op.facts().distributions.contains(&distribution));
     }
 }

@@ -216,7 +216,7 @@ impl Config {
         let problem = self.problem()?;
         self.backend.check_kernels(self.op)?;
         ensure!(
-            self.logits == Logits::Random || self.op.has_zeros(),
+            self.logits == Logits::Random || self.op.facts().has_zeros,
             "logits is {}; op {} makes random ones",
             name(&self.logits),
             self.op

@@ -181,7 +181,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = format!("{} on {}", self.op, name(&self.backend));
         let program = match self.implementation {
-            Implementation::Kernel if self.op.tile().is_empty() => "kernel",
+            Implementation::Kernel if self.op.facts().tile.is_empty() => "kernel",
             Implementation::Kernel => "tiled kernel",
             Implementation::Reference if self.plugin.is_some() => "dense program",
             Implementation::Reference => "dense program (plain f32 code, probabilities in memory)",
@@ -201,7 +201,7 @@ impl fmt::Display for Report {
             line(what, line_of)?;
         }
         line("distribution", self.distribution.clone())?;
-        if self.implementation == Implementation::Kernel && !self.op.tile().is_empty() {
+        if self.implementation == Implementation::Kernel && !self.op.facts().tile.is_empty() {
             let tile = TileConfig { time_block: self.time_block, block_size: self.block_size };
             line("tile", tile.to_string())?;
         }

@@ -133,7 +133,7 @@ impl Config {
             if self.has_budgets() { ", or max_scratch_bytes alone" } else { "" }
         );
         ensure!(
-            is_of_budgets || !self.cell.op.tile().is_empty(),
+            is_of_budgets || !self.cell.op.facts().tile.is_empty(),
             "op {} has no tile to vary; measure it without a sweep",
             self.cell.op
         );

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::reference::{self, Bound as Entry};
 use super::{Activation, ActivationShape, Kind as Function, Layout};
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Judged, Kind,
+    ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Facts, Judged, Kind,
     NamedFunction, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic,
     TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
@@ -138,28 +138,17 @@ fn packed(problem: &Problem) -> [&'static str; 2] {
 }
 
 impl Operation for OfRows {
-    fn name(&self) -> &'static str {
-        "activation"
-    }
-
-    fn about(&self) -> &'static str {
-        "SiLU, GELU, ReLU and its square, of one array or gated"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, COLUMNS]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn functions(&self) -> &'static [NamedFunction] {
-        &FUNCTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        &[ENTRY_ROUNDINGS, WHOLE_RESULTS]
+    fn facts(&self) -> &'static Facts {
+        const FACTS: Facts = Facts {
+            name: "activation",
+            about: "SiLU, GELU, ReLU and its square, of one array or gated",
+            dims: &[TOKENS, COLUMNS],
+            options: &OPTIONS,
+            functions: &FUNCTIONS,
+            tolerances: &[ENTRY_ROUNDINGS, WHOLE_RESULTS],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

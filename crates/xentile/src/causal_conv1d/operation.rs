@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use super::{CausalConv1d, Reference as Convolution};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Judged, Kind, Operation,
-    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
+    Array, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Facts, Judged, Kind,
+    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
     Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
@@ -99,29 +99,17 @@ fn draw_channels(problem: &Problem, from: &Synthetic, columns: usize) -> Array<'
 }
 
 impl Operation for OfSequence {
-    fn name(&self) -> &'static str {
-        "causal_conv1d"
-    }
-
-    fn about(&self) -> &'static str {
-        "causal depthwise convolution of a sequence, and SiLU"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &DIMS
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 1] = [WHOLE_RESULTS];
-        &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
+    fn facts(&self) -> &'static Facts {
+        const FACTS: Facts = Facts {
+            name: "causal_conv1d",
+            about: "causal depthwise convolution of a sequence, and SiLU",
+            dims: &DIMS,
+            options: &OPTIONS,
+            tolerances: &[WHOLE_RESULTS],
+            distributions: &[Distribution::Normal, Distribution::Uniform, Distribution::Offset],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

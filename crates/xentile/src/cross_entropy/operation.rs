@@ -12,7 +12,7 @@ use super::reference::{
 };
 use super::{CrossEntropy, MOST_COLUMNS, Reduction, Target, TokenFactors};
 use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
+    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule, Facts,
     Judged, KernelTraffic, Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Rows,
     Signature, Stored, StoredDims, Synthetic, TOKENS, ToleranceSpec, Tolerances, VOCAB, Value,
     Visitor,
@@ -629,60 +629,45 @@ fn product<E: Element + ArrayElement>(
 }
 
 impl Operation for Logits {
-    fn name(&self) -> &'static str {
-        "cross_entropy"
-    }
-
-    fn about(&self) -> &'static str {
-        "cross-entropy over logits"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, VOCAB]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OF_LOGITS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 4] = [
-            FORWARD_REL,
-            DLOGITS[0],
-            DLOGITS[1],
-            ToleranceSpec {
-                name: "dlogits_equal",
-                about: "dlogits: the least share of entries equal to the rounded reference",
-                default: |problem| {
-                    let share = match problem.dtype {
-                        DType::F32 => 0.0,
-                        // Entropies add a difference, which is less exact near 0 than its terms.
-                        _ if has_distribution(problem) => 0.99,
-                        _ => 0.999,
-                    };
-                    // Entries of columns are rounded before and after the addition.
-                    f64::max(share - columns(problem) as f64 / problem.dim("V") as f64, 0.0)
-                },
-            },
-        ];
-        &ALL
-    }
-
-    fn tile(&self) -> &'static [DimSpec] {
-        &TILE
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
+    fn facts(&self) -> &'static Facts {
         use Distribution::{Masked, Normal, Offset, Peaked, Trained, Uniform};
-        &[Normal, Uniform, Peaked, Trained, Offset, Masked]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward, Pass::Backward, Pass::Fused, Pass::ForwardAndBackward]
-    }
-
-    fn predicts_next(&self) -> bool {
-        true
+        const FACTS: Facts = Facts {
+            name: "cross_entropy",
+            about: "cross-entropy over logits",
+            dims: &[TOKENS, VOCAB],
+            options: &OF_LOGITS,
+            tolerances: &[
+                FORWARD_REL,
+                DLOGITS[0],
+                DLOGITS[1],
+                ToleranceSpec {
+                    name: "dlogits_equal",
+                    about: "dlogits: the least share of entries equal to the rounded reference",
+                    default: |problem| {
+                        let share = match problem.dtype {
+                            DType::F32 => 0.0,
+                            // Entropies add a difference, which is less exact near 0 than its terms.
+                            _ if has_distribution(problem) => 0.99,
+                            _ => 0.999,
+                        };
+                        // Entries of columns are rounded before and after the addition.
+                        f64::max(share - columns(problem) as f64 / problem.dim("V") as f64, 0.0)
+                    },
+                },
+            ],
+            tile: &TILE,
+            distributions: &[Normal, Uniform, Peaked, Trained, Offset, Masked],
+            passes: &[Pass::Forward, Pass::Backward, Pass::Fused, Pass::ForwardAndBackward],
+            predicts_next: true,
+            has_zeros: true,
+            traffic: &[
+                KernelTraffic { name: "xentile_cross_entropy_fused", passes: 2.0 },
+                KernelTraffic { name: "xentile_cross_entropy_forward", passes: 1.0 },
+                KernelTraffic { name: "xentile_cross_entropy_backward", passes: 2.0 },
+            ],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {
@@ -737,10 +722,6 @@ impl Operation for Logits {
         rows: &[u64],
     ) -> Arrays<'static> {
         measured(problem, pass, from, rows)
-    }
-
-    fn has_zeros(&self) -> bool {
-        true
     }
 
     fn zeros(&self, problem: &Problem, from: &Synthetic, rows: &[u64]) -> Result<Arrays<'static>> {
@@ -824,14 +805,6 @@ impl Operation for Logits {
     fn cost(&self, problem: &Problem) -> Cost {
         let bytes = (problem.dim("T") * problem.dim("V") * problem.dtype.size_bytes()) as u64;
         Cost { bytes_read: bytes, bytes_written: bytes, flops: 0 }
-    }
-
-    fn traffic(&self) -> &'static [KernelTraffic] {
-        &[
-            KernelTraffic { name: "xentile_cross_entropy_fused", passes: 2.0 },
-            KernelTraffic { name: "xentile_cross_entropy_forward", passes: 1.0 },
-            KernelTraffic { name: "xentile_cross_entropy_backward", passes: 2.0 },
-        ]
     }
 
     fn shape(&self, problem: &Problem, sequences: Option<[usize; 2]>) -> String {

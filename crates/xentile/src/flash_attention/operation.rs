@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::reference::{Gradients, Head, Near};
 use super::{AttentionShape, FlashAttention, Mask};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Judged, Kind, Operation,
+    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, ElementRule, Facts, Judged, Kind, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Value, Visitor,
 };
@@ -204,30 +204,21 @@ fn heads_of<E: Element>(problem: &Problem, from: &Synthetic, rows: &[u64], heads
 }
 
 impl Operation for Attention {
-    fn name(&self) -> &'static str {
-        "flash_attention"
-    }
-
-    fn about(&self) -> &'static str {
-        "softmax attention of one sequence, by tiles of keys"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &DIMS
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 1] = [ToleranceSpec {
-            name: "gradient_roundings",
-            about: "relative error in norm of o and of each gradient, in units of rounding of \
+    fn facts(&self) -> &'static Facts {
+        const FACTS: Facts = Facts {
+            name: "flash_attention",
+            about: "softmax attention of one sequence, by tiles of keys",
+            dims: &DIMS,
+            options: &OPTIONS,
+            tolerances: &[ToleranceSpec {
+                name: "gradient_roundings",
+                about: "relative error in norm of o and of each gradient, in units of rounding of \
                     the dtype, beyond the bounds of entries",
-            default: |_| 1.5,
-        }];
-        &ALL
+                default: |_| 1.5,
+            }],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

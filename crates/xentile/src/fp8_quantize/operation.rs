@@ -4,9 +4,8 @@ use super::QuantizeShape;
 use super::quantized::{self, Letters, OPTIONS, Quantized, TOLERANCES};
 pub use super::quantized::{blocks, options};
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, HIDDEN, Operation,
-    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
-    Tolerances, Visitor,
+    ArrayElement, ArraySpec, Arrays, Distribution, ElementRule, Facts, HIDDEN, Operation, Pass,
+    Problem, Reference, Role, Signature, Synthetic, TOKENS, Tolerances, Visitor,
 };
 use crate::{Element, Result, by_dtype};
 
@@ -29,37 +28,23 @@ pub fn shape(problem: &Problem) -> Result<QuantizeShape> {
 }
 
 impl Operation for OfRows {
-    fn name(&self) -> &'static str {
-        "fp8_quantize"
-    }
-
-    fn about(&self) -> &'static str {
-        "quantisation to FP8, with scales by tensor, row or block"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, HIDDEN]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        &TOLERANCES
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[
-            Distribution::Normal,
-            Distribution::Uniform,
-            Distribution::Offset,
-            Distribution::Nonfinite,
-        ]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward]
+    fn facts(&self) -> &'static Facts {
+        const FACTS: Facts = Facts {
+            name: "fp8_quantize",
+            about: "quantisation to FP8, with scales by tensor, row or block",
+            dims: &[TOKENS, HIDDEN],
+            options: &OPTIONS,
+            tolerances: &TOLERANCES,
+            distributions: &[
+                Distribution::Normal,
+                Distribution::Uniform,
+                Distribution::Offset,
+                Distribution::Nonfinite,
+            ],
+            passes: &[Pass::Forward],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

@@ -11,8 +11,8 @@ use rayon::prelude::*;
 
 use super::{CHUNK, Gradients, Head, LinearAttention, Step};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Judged, Kind, Operation, OptionSpec, Pass,
-    Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec, Tolerances, Value,
+    Array, ArraySpec, Arrays, Bound, Cost, DimSpec, Facts, Judged, Kind, Operation, OptionSpec,
+    Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec, Tolerances, Value,
     Visitor, WHOLE_RESULTS,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
@@ -126,28 +126,21 @@ fn draw_numbers(
 }
 
 impl Operation for OfSequence {
-    fn name(&self) -> &'static str {
-        if self.delta { "gated_delta_rule" } else { "linear_attention" }
-    }
-
-    fn about(&self) -> &'static str {
-        if self.delta {
-            "the gated delta rule of a sequence"
-        } else {
-            "linear attention of a sequence, with a decay a head and token"
-        }
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &DIMS
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        &TOLERANCES
+    fn facts(&self) -> &'static Facts {
+        const LINEAR: Facts = Facts {
+            name: "linear_attention",
+            about: "linear attention of a sequence, with a decay a head and token",
+            dims: &DIMS,
+            options: &OPTIONS,
+            tolerances: &TOLERANCES,
+            ..Facts::BASE
+        };
+        const DELTA: Facts = Facts {
+            name: "gated_delta_rule",
+            about: "the gated delta rule of a sequence",
+            ..LINEAR
+        };
+        if self.delta { &DELTA } else { &LINEAR }
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

@@ -7,10 +7,9 @@ use super::draw::HiddenStates;
 use super::reference::{Factors, Gradients, map_rows, pull_back};
 use super::{LinearShape, Operands, VocabAxis};
 use crate::cross_entropy::operation::{
-    Columns, DISTRIBUTION_OUTPUTS, DLOGITS, FORWARD_REL, OPERATION as LOGITS,
-    OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE, cotangents, factors, given, has_distribution, measured,
-    options, reduction, signature, stored_extents, stored_labels, validate, widened, with_columns,
-    with_made_up_columns,
+    Columns, DISTRIBUTION_OUTPUTS, DLOGITS, FORWARD_REL, OPTIONS as LOSS_OPTIONS, OUTPUTS, TILE,
+    cotangents, factors, given, has_distribution, measured, options, reduction, signature,
+    stored_extents, stored_labels, validate, widened, with_columns, with_made_up_columns,
 };
 use crate::cross_entropy::reference::{
     TokenCotangents, TokenDistribution, TokenForward, add_gradient_of_columns, column_logp,
@@ -18,9 +17,9 @@ use crate::cross_entropy::reference::{
 };
 use crate::cross_entropy::{CrossEntropy, Target};
 use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, HIDDEN, Judged,
-    Kind, Operation, OptionSpec, Pass, Problem, Reference, Signature, Stored, StoredDims,
-    Synthetic, TOKENS, ToleranceSpec, Tolerances, VOCAB, Value, Visitor,
+    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, Distribution, Facts, HIDDEN, Judged, Kind,
+    Operation, OptionSpec, Pass, Problem, Reference, Signature, Stored, StoredDims, Synthetic,
+    TOKENS, ToleranceSpec, Tolerances, VOCAB, Value, Visitor,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
@@ -104,62 +103,38 @@ fn arrays<E: Element + ArrayElement>(states: HiddenStates<E>) -> Arrays<'static>
 }
 
 impl Operation for Hidden {
-    fn name(&self) -> &'static str {
-        "linear_cross_entropy"
-    }
-
-    fn about(&self) -> &'static str {
-        "cross-entropy of hidden states against an output matrix"
-    }
-
-    fn family(&self) -> &'static str {
-        LOGITS.name()
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, VOCAB, HIDDEN]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 5] = [
-            FORWARD_REL,
-            DLOGITS[0],
-            DLOGITS[1],
-            ToleranceSpec {
-                name: "sum_roundings",
-                about: "error of an f32 sum of n products, in sqrt(n) units of rounding of the \
-                        sum of their magnitudes",
-                default: |_| 1.0,
-            },
-            ToleranceSpec {
-                name: "gradient_roundings",
-                about: "relative error in norm of each gradient, in units of rounding of the \
-                        dtype, beyond that of a typical logit",
-                default: |problem| if problem.dtype == DType::F32 { 32.0 } else { 1.5 },
-            },
-        ];
-        &ALL
-    }
-
-    fn tile(&self) -> &'static [DimSpec] {
-        &TILE
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
+    fn facts(&self) -> &'static Facts {
         use Distribution::{Normal, Peaked, Trained, Uniform};
-        &[Normal, Uniform, Peaked, Trained]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Fused, Pass::ForwardAndBackward]
-    }
-
-    fn predicts_next(&self) -> bool {
-        true
+        const FACTS: Facts = Facts {
+            name: "linear_cross_entropy",
+            about: "cross-entropy of hidden states against an output matrix",
+            family: Some("cross_entropy"),
+            dims: &[TOKENS, VOCAB, HIDDEN],
+            options: &OPTIONS,
+            tolerances: &[
+                FORWARD_REL,
+                DLOGITS[0],
+                DLOGITS[1],
+                ToleranceSpec {
+                    name: "sum_roundings",
+                    about: "error of an f32 sum of n products, in sqrt(n) units of rounding of the \
+                        sum of their magnitudes",
+                    default: |_| 1.0,
+                },
+                ToleranceSpec {
+                    name: "gradient_roundings",
+                    about: "relative error in norm of each gradient, in units of rounding of the \
+                        dtype, beyond that of a typical logit",
+                    default: |problem| if problem.dtype == DType::F32 { 32.0 } else { 1.5 },
+                },
+            ],
+            tile: &TILE,
+            distributions: &[Normal, Uniform, Peaked, Trained],
+            passes: &[Pass::Fused, Pass::ForwardAndBackward],
+            predicts_next: true,
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

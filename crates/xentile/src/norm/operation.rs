@@ -7,9 +7,9 @@ use rayon::prelude::*;
 use super::reference::{Magnitudes, RMS_Y_ROUNDINGS, Row, U, add};
 use super::{Kind, Norm, NormShape};
 use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, DimSpec, Distribution, ElementRule,
-    HIDDEN, Judged, Kind as OptionKind, Operation, OptionSpec, Pass, Problem, Reference, Role,
-    Signature, Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+    Array, ArrayElement, ArraySpec, Arrays, Bound, Cost, Distribution, ElementRule, Facts, HIDDEN,
+    Judged, Kind as OptionKind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature,
+    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
@@ -146,39 +146,26 @@ impl NormOperation {
 }
 
 impl Operation for NormOperation {
-    fn name(&self) -> &'static str {
+    fn facts(&self) -> &'static Facts {
+        const RMS: Facts = Facts {
+            name: "rms_norm",
+            about: "rows over their root mean square, times a weight",
+            dims: &[TOKENS, HIDDEN],
+            options: &RMS_OPTIONS,
+            tolerances: &TOLERANCES,
+            distributions: &[Distribution::Normal, Distribution::Uniform, Distribution::Offset],
+            ..Facts::BASE
+        };
+        const LAYER: Facts = Facts {
+            name: "layer_norm",
+            about: "rows less their mean, over their deviation, times a weight and plus a bias",
+            options: &LAYER_OPTIONS,
+            ..RMS
+        };
         match self.0 {
-            Kind::Rms => "rms_norm",
-            Kind::Layer => "layer_norm",
+            Kind::Rms => &RMS,
+            Kind::Layer => &LAYER,
         }
-    }
-
-    fn about(&self) -> &'static str {
-        match self.0 {
-            Kind::Rms => "rows over their root mean square, times a weight",
-            Kind::Layer => {
-                "rows less their mean, over their deviation, times a weight and plus a bias"
-            }
-        }
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, HIDDEN]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        match self.0 {
-            Kind::Rms => &RMS_OPTIONS,
-            Kind::Layer => &LAYER_OPTIONS,
-        }
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        &TOLERANCES
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

@@ -162,8 +162,8 @@ impl Synthetic {
     /// # Errors
     /// It is not.
     pub(crate) fn check_distribution(&self, of: &dyn Operation, what: &str) -> Result<()> {
-        let names: Vec<_> = of.distributions().iter().map(|one| one.name()).collect();
-        if !of.distributions().contains(&self.distribution) {
+        let names: Vec<_> = of.facts().distributions.iter().map(|one| one.name()).collect();
+        if !of.facts().distributions.contains(&self.distribution) {
             let (last, others) = names.split_last().expect("a distribution");
             return Err(Error::Invalid(format!(
                 "distribution is {}; {what} are {} or {last}",

@@ -4,7 +4,7 @@
 use super::reference::U;
 use super::step::{ENTRY_ROUNDINGS, STEP, check_step};
 use crate::operation::{
-    ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Operation,
+    ArraySpec, Arrays, Bound, Distribution, ElementRule, Facts, HIDDEN, Judged, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Visitor,
 };
@@ -25,38 +25,26 @@ const ITERATIONS: usize = 5;
 const SEEDS: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9];
 
 impl Operation for Muon {
-    fn name(&self) -> &'static str {
-        "muon"
-    }
-
-    fn about(&self) -> &'static str {
-        "Muon"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, HIDDEN]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        const ALL: [OptionSpec; 1] = [STEP];
-        &ALL
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 2] = [
-            ENTRY_ROUNDINGS,
-            // Five iterations in bf16 have a relative error of 0.02, and optax's 0.05.
-            ToleranceSpec {
-                name: "step_rms",
-                about: "error of an entry's step, by the root mean square of all",
-                default: |_| 0.3,
-            },
-        ];
-        &ALL
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward]
+    fn facts(&self) -> &'static Facts {
+        const OPTIONS: [OptionSpec; 1] = [STEP];
+        const FACTS: Facts = Facts {
+            name: "muon",
+            about: "Muon",
+            dims: &[TOKENS, HIDDEN],
+            options: &OPTIONS,
+            tolerances: &[
+                ENTRY_ROUNDINGS,
+                // Five iterations in bf16 have a relative error of 0.02, and optax's 0.05.
+                ToleranceSpec {
+                    name: "step_rms",
+                    about: "error of an entry's step, by the root mean square of all",
+                    default: |_| 0.3,
+                },
+            ],
+            passes: &[Pass::Forward],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

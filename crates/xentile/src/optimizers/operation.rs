@@ -4,42 +4,54 @@ use super::reference::{Bounded, Code, Entry, Hyper, U, is_block};
 use super::step::{ENTRY_ROUNDINGS, STEP, check_step};
 use super::{GROUP, Rule, Scalars, philox, round_stochastically};
 use crate::operation::{
-    Array, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Kind,
-    Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
-    ToleranceSpec, Tolerances, Value, Visitor,
+    Array, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Facts, HIDDEN, Judged,
+    Kind, Operation, OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS,
+    Tolerances, Value, Visitor,
 };
 use crate::{DType, Element, Error, Result, by_dtype};
 
 /// An optimizer.
 #[derive(Clone, Copy, Debug)]
 pub struct Optimizer {
-    name: &'static str,
-    about: &'static str,
+    facts: &'static Facts,
     /// The formula of its step.
     pub rule: Rule,
     /// Whether moments are in 8 bits.
     pub quantizes: bool,
 }
 
-/// AdamW with moments in f32.
-pub const ADAMW: Optimizer =
-    Optimizer { name: "adamw", about: "AdamW", rule: Rule::Adam, quantizes: false };
+const F32_FACTS: Facts = Facts {
+    name: "adamw",
+    about: "AdamW",
+    dims: &[TOKENS, HIDDEN],
+    options: &F32_OPTIONS,
+    tolerances: &[ENTRY_ROUNDINGS],
+    distributions: &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite],
+    passes: &[Pass::Forward],
+    ..Facts::BASE
+};
 
-/// AdamW with moments in 8 bits.
-pub const ADAMW_8BIT: Optimizer = Optimizer {
+const CODE_FACTS: Facts = Facts {
     name: "adamw8bit",
     about: "AdamW with 8-bit moments",
-    rule: Rule::Adam,
-    quantizes: true,
+    dims: &[TOKENS, BLOCKS],
+    options: &CODE_OPTIONS,
+    ..F32_FACTS
 };
 
+const LION_FACTS: Facts =
+    Facts { name: "lion8bit", about: "Lion with 8-bit moments", ..CODE_FACTS };
+
+/// AdamW with moments in f32.
+pub const ADAMW: Optimizer = Optimizer { facts: &F32_FACTS, rule: Rule::Adam, quantizes: false };
+
+/// AdamW with moments in 8 bits.
+pub const ADAMW_8BIT: Optimizer =
+    Optimizer { facts: &CODE_FACTS, rule: Rule::Adam, quantizes: true };
+
 /// Lion with its moment in 8 bits.
-pub const LION_8BIT: Optimizer = Optimizer {
-    name: "lion8bit",
-    about: "Lion with 8-bit moments",
-    rule: Rule::Lion,
-    quantizes: true,
-};
+pub const LION_8BIT: Optimizer =
+    Optimizer { facts: &LION_FACTS, rule: Rule::Lion, quantizes: true };
 
 /// The operations of this module.
 pub const ALL: &[&dyn Operation] = &[&ADAMW, &ADAMW_8BIT, &LION_8BIT, &super::muon::Muon];
@@ -171,33 +183,8 @@ fn names(moment: &str) -> [&'static str; 3] {
 }
 
 impl Operation for Optimizer {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn about(&self) -> &'static str {
-        self.about
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        if self.quantizes { &[TOKENS, BLOCKS] } else { &[TOKENS, HIDDEN] }
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        if self.quantizes { &CODE_OPTIONS } else { &F32_OPTIONS }
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 1] = [ENTRY_ROUNDINGS];
-        &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward]
+    fn facts(&self) -> &'static Facts {
+        self.facts
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

@@ -7,7 +7,7 @@ use crate::norm::operation::{
     NormReference, RMS_NORM, RMS_OPTIONS, TOLERANCES as NORM_TOLERANCES, draw,
 };
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, HIDDEN, Judged, Operation,
+    ArrayElement, ArraySpec, Arrays, Distribution, ElementRule, Facts, HIDDEN, Judged, Operation,
     OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
     Tolerances, Value, Visitor,
 };
@@ -40,41 +40,27 @@ const OPTIONS: [OptionSpec; 9] = {
 };
 
 impl Operation for Norm {
-    fn name(&self) -> &'static str {
-        "rms_norm_fp8"
-    }
-
-    fn about(&self) -> &'static str {
-        "RMSNorm, quantised to FP8"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, HIDDEN]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
+    fn facts(&self) -> &'static Facts {
         const ALL: [ToleranceSpec; 4] = {
             let ([scale, quotient], [sum_roundings, _]) = (TOLERANCES, NORM_TOLERANCES);
             [scale, quotient, sum_roundings, UNROUNDED]
         };
-        &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[
-            Distribution::Normal,
-            Distribution::Uniform,
-            Distribution::Offset,
-            Distribution::Nonfinite,
-        ]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward]
+        const FACTS: Facts = Facts {
+            name: "rms_norm_fp8",
+            about: "RMSNorm, quantised to FP8",
+            dims: &[TOKENS, HIDDEN],
+            options: &OPTIONS,
+            tolerances: &ALL,
+            distributions: &[
+                Distribution::Normal,
+                Distribution::Uniform,
+                Distribution::Offset,
+                Distribution::Nonfinite,
+            ],
+            passes: &[Pass::Forward],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

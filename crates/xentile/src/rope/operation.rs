@@ -9,9 +9,9 @@ use rayon::prelude::*;
 use super::reference::{frequencies, rotate, table_bound, tables};
 use super::{Layout, Rope, RopeShape};
 use crate::operation::{
-    Array, ArrayElement, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Judged,
-    Kind, Operation, OptionSpec, Pass, Problem, Purpose, Reference, Role, Signature, Synthetic,
-    TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
+    Array, ArrayElement, ArraySpec, Arrays, Bound, DimSpec, Distribution, ElementRule, Facts,
+    Judged, Kind, Operation, OptionSpec, Pass, Problem, Purpose, Reference, Role, Signature,
+    Synthetic, TOKENS, ToleranceSpec, Tolerances, Value, Visitor, WHOLE_RESULTS,
 };
 use crate::{Element, Error, Result, by_dtype};
 
@@ -118,36 +118,24 @@ fn rows_of(problem: &Problem, from: &Synthetic, rows: &[u64]) -> Array<'static> 
 }
 
 impl Operation for OfHeads {
-    fn name(&self) -> &'static str {
-        "rope"
-    }
-
-    fn about(&self) -> &'static str {
-        "rotary position embedding of the heads of tokens"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &DIMS
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
-        const ALL: [ToleranceSpec; 2] = [
-            ToleranceSpec {
-                name: "table_roundings",
-                about: "error of a cosine or sine, in units of 2^-24",
-                default: |_| super::TABLE_ROUNDINGS,
-            },
-            WHOLE_RESULTS,
-        ];
-        &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Offset]
+    fn facts(&self) -> &'static Facts {
+        const FACTS: Facts = Facts {
+            name: "rope",
+            about: "rotary position embedding of the heads of tokens",
+            dims: &DIMS,
+            options: &OPTIONS,
+            tolerances: &[
+                ToleranceSpec {
+                    name: "table_roundings",
+                    about: "error of a cosine or sine, in units of 2^-24",
+                    default: |_| super::TABLE_ROUNDINGS,
+                },
+                WHOLE_RESULTS,
+            ],
+            distributions: &[Distribution::Normal, Distribution::Uniform, Distribution::Offset],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {

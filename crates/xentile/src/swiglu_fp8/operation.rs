@@ -9,9 +9,9 @@ use crate::fp8_quantize::quantized::{
     self, Letters, OPTIONS as QUANTIZATION, Quantized, TOLERANCES, UNROUNDED,
 };
 use crate::operation::{
-    ArrayElement, ArraySpec, Arrays, DimSpec, Distribution, ElementRule, Kind, Operation,
-    OptionSpec, Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec,
-    Tolerances, Value, Visitor,
+    ArrayElement, ArraySpec, Arrays, Distribution, ElementRule, Facts, Kind, Operation, OptionSpec,
+    Pass, Problem, Reference, Role, Signature, Synthetic, TOKENS, ToleranceSpec, Tolerances, Value,
+    Visitor,
 };
 use crate::{Element, Error, Result, by_dtype};
 
@@ -67,36 +67,22 @@ pub fn quantized(problem: &Problem) -> Result<QuantizeShape> {
 }
 
 impl Operation for OfRows {
-    fn name(&self) -> &'static str {
-        "swiglu_fp8"
-    }
-
-    fn about(&self) -> &'static str {
-        "SwiGLU, quantised to FP8"
-    }
-
-    fn dims(&self) -> &'static [DimSpec] {
-        &[TOKENS, COLUMNS]
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &OPTIONS
-    }
-
-    fn tolerances(&self) -> &'static [ToleranceSpec] {
+    fn facts(&self) -> &'static Facts {
         const ALL: [ToleranceSpec; 4] = {
             let [scale, quotient] = TOLERANCES;
             [scale, quotient, ENTRY_ROUNDINGS, UNROUNDED]
         };
-        &ALL
-    }
-
-    fn distributions(&self) -> &'static [Distribution] {
-        &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite]
-    }
-
-    fn passes(&self) -> &'static [Pass] {
-        &[Pass::Forward]
+        const FACTS: Facts = Facts {
+            name: "swiglu_fp8",
+            about: "SwiGLU, quantised to FP8",
+            dims: &[TOKENS, COLUMNS],
+            options: &OPTIONS,
+            tolerances: &ALL,
+            distributions: &[Distribution::Normal, Distribution::Uniform, Distribution::Nonfinite],
+            passes: &[Pass::Forward],
+            ..Facts::BASE
+        };
+        &FACTS
     }
 
     fn validate(&self, problem: &Problem) -> Result<()> {
