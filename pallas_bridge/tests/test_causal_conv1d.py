@@ -150,6 +150,9 @@ def test_vmap_of_weights_and_forward_mode() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x, weight = jnp.ones((2, 5, 8)), jnp.ones((8, 4))
+    for word in (jnp.array(1), np.ones(2), ["silu"]):
+        with pytest.raises(ValueError, match="it must be one of 'silu', or None"):
+            causal_conv1d(x, weight, activation=word)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation is 'relu'"):
         causal_conv1d(x, weight, activation="relu")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="W from 2 to 4"):

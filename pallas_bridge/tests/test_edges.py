@@ -372,9 +372,6 @@ WORDS_OF_CALLS: dict[str, Callable[..., Any]] = {
     "keep": lambda one: pb.gated_mlp(
         jnp.ones((3, 8)), jnp.ones((8, 4)), None, jnp.ones((2, 8)), keep=one
     ),
-    "activation of causal_conv1d": lambda one: pb.causal_conv1d(
-        jnp.ones((3, 8)), jnp.ones((8, 4)), activation=one
-    ),
     "approximate": lambda one: pb.gelu(jnp.ones((3, 8)), approximate=one),
     "implementation of jax.nn": lambda one: pb.nn.dot_product_attention(
         *[jnp.ones((2, 6, 4, 16))] * 3, implementation=one

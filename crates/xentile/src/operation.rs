@@ -370,6 +370,11 @@ pub trait Operation: Sync {
         self.facts().name
     }
 
+    /// The name of its family.
+    fn family(&self) -> &'static str {
+        self.facts().family.unwrap_or(self.facts().name)
+    }
+
     /// The dims of its arrays.
     fn dims(&self) -> &'static [DimSpec] {
         self.facts().dims
@@ -546,12 +551,6 @@ pub struct StoredDims {
 
 /// What tools look up in an operation.
 impl dyn Operation {
-    /// The name of its family.
-    #[must_use]
-    pub fn family(&self) -> &'static str {
-        self.facts().family.unwrap_or(self.name())
-    }
-
     /// The option called `name`.
     #[must_use]
     pub fn option(&self, name: &str) -> Option<&'static OptionSpec> {

@@ -76,7 +76,8 @@ def as_operand(name: str, value: Any, right: str) -> jax.Array:
         raise TypeError(message) from error
     if array.dtype.kind in "USOmM":
         raise TypeError(message)
-    return _held(name, array, right)
+    held: jax.Array = _held(name, array, right)
+    return held
 
 
 def _held(name: str, array: Any, right: str) -> Any:
@@ -199,7 +200,7 @@ def check_dtype_named(name: str, dtype: Any, dtypes: Iterable[Any] = DTYPES) -> 
         found = None if dtype is None or is_array else np.dtype(dtype)
     except (TypeError, ValueError):
         found = None
-    if found not in known:
+    if found is None or found not in known:
         *others, last = (one.name for one in known)
         raise TypeError(f"{name} is {dtype!r}; it must be {', '.join(others)} or {last}")
     return found
