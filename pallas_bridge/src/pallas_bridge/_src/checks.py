@@ -197,7 +197,7 @@ def check_dtype_named(name: str, dtype: Any, dtypes: Iterable[Any] = DTYPES) -> 
     try:
         # Of an array NumPy would take the dtype, and None stands for float64.
         is_array = isinstance(dtype, jax.Array | np.ndarray)
-        found = None if dtype is None or is_array else np.dtype(dtype)
+        found: np.dtype[Any] | None = None if dtype is None or is_array else np.dtype(dtype)
     except (TypeError, ValueError):
         found = None
     if found is None or found not in known:
