@@ -294,7 +294,8 @@ struct Rows {
     }
     __syncwarp();
     // Of as many vectors at a time as leave registers for sums.
-    constexpr int kOwn = 16 * kVectors / 32, kAtOnce = kOwn < 8 ? kOwn : 8;
+    constexpr int kOwn = 16 * kVectors / 32, kAtOnce = kOwn <= 8 ? kOwn : kOwn % 8 == 0 ? 8 : kOwn / 2;
+    static_assert(kOwn % kAtOnce == 0, "a warp must not store the rows of the next one");
 #pragma unroll
     for (int first = 0; first < kOwn; first += kAtOnce) {
       uint4 values[kAtOnce];
