@@ -396,6 +396,19 @@ def test_packed_text(rng: np.random.Generator, dtype: str, implementation: Any) 
         np.testing.assert_array_equal(array, again[name], name)
 
 
+@EITHER_KERNEL
+def test_softcap_beside_keys_that_are_nan(
+    rng: np.random.Generator, dtype: str, implementation: Any
+) -> None:
+    q, k, v, do, dlse = given = arrays(rng, dtype, 1, (2, 1), (40, 50), (16, 16))
+    seen = np.broadcast_to(np.arange(50) < 33, (1, 40, 50))
+    # Products of seen keys are beyond where short polynomials are tanh.
+    more = {"scale": 1.0, "softcap": 2.0}
+    bad = (q, k.at[:, 33:].set(jnp.nan), v.at[:, 33:].set(jnp.nan), do, dlse)
+    found = run(*bad, kv_lengths=np.array([33]), implementation=implementation, **more)
+    close(found, wanted(*given, seen, **more), dtype)
+
+
 def same(found: Any, right: Any) -> None:
     """Holds results of other programs: to the same bits where kernels of the library make them."""
     rounding = 0 if PLATFORM == "cpu" else 1e-5

@@ -99,6 +99,102 @@ __device__ inline void clear_row(const Tile& tile, int row) {
   }
 }
 
+// Calls `with` what softcaps products: the shortest `NearZero` that covers all products of a warp, as is usual for
+// logits well below the cap, or else `bend`. Masked products, which are -inf, stay so with a `NearZero`.
+template <int kEights, class With>
+__device__ inline void bend_by_squares(const Bend& bend, const float (&products)[kEights][4], const With& with) {
+  // Roots of sums of eight squares are no less than the largest product, and take fewer cycles than maxima. A sum that
+  // is NaN, by a key that is not seen, says nothing of the other seven.
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < kEights; j += 2) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(products[j + i / 4][i % 4], products[j + i / 4][i % 4], sum);
+    most = ptx::max_or_nan(most, sum);
+  }
+  most *= bend.inner * bend.inner;
+  // Masked products stay -inf if no power of `inner` is negative or 0.
+  const bool is_monotonic = bend.has_cap && bend.inner >= 1e-4f;
+  const auto is_within = [&](float limit) { return is_monotonic && __all_sync(~0u, most <= limit * limit); };
+  // So that the compiler does not keep the terms in registers all along.
+  float factor = bend.inner;
+  asm volatile("" : "+f"(factor));
+  if (is_within(NearZero<3>::kMost)) {
+    with(NearZero<3>(factor));
+  } else if (is_within(NearZero<5>::kMost)) {
+    with(NearZero<5>(factor));
+  } else {
+    with(bend);
+  }
+}
+
+// From products of keys and queries, the left factors of dv and dk: probabilities, and cotangents of logits, or either.
+// `notes` have lse and delta of pairs of queries. `mask` has products that are not seen be -inf.
+template <class E, bool kIsBent, bool kIsWhole, bool kMakesKeys, bool kMakesValues, int kEights, int kOfValues,
+          int kLeft, int kDs, class Mask>
+__device__ inline void make_factors(const Bend& bend, float (&p)[kEights][4], float (&of_values)[kOfValues][4],
+                                    const float4* notes, const Mask& mask, uint32_t (&left)[kLeft][4],
+                                    uint32_t (&ds)[kDs][4]) {
+  // `soften` softcaps a product, and multiplies its cotangent by the slope.
+  const auto make = [&](const auto& soften) {
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      const float4 pair = notes[4 * j + threadIdx.x % 4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float difference = 0;
+        if constexpr (kMakesKeys) difference = of_values[j][i] - (i % 2 == 0 ? pair.y : pair.w);
+        soften(p[j][i], difference);
+        p[j][i] = probability(bend, p[j][i], i % 2 == 0 ? pair.x : pair.z);
+        if constexpr (kMakesKeys) of_values[j][i] = difference;
+      }
+      if constexpr (kMakesValues) {
+        left[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+        left[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+      }
+      if constexpr (kMakesKeys) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          // The gradient of a masked pair may be NaN.
+          p[j][i] = !kIsWhole && p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
+        }
+        ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
+        ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
+      }
+    }
+  };
+  if constexpr (!kIsBent) {
+    mask();
+    make([](float, float) {});
+  } else {
+    bend_by_squares(bend, p, [&](const auto& by) {
+      // Polynomials of -inf are -inf, but tanh is not.
+      constexpr bool kIsPolynomial = !std::is_same_v<std::decay_t<decltype(by)>, Bend>;
+      if constexpr (!kIsPolynomial) {
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float slope;
+            p[j][i] = by(p[j][i], slope);
+          }
+        }
+      }
+      mask();
+      make([&](float& product, float& difference) {
+        if constexpr (kIsPolynomial) {
+          float slope;
+          product = by(product, slope);
+          difference *= slope;
+        } else if (bend.has_cap) {
+          difference *= fmaf(-product, product, 1.0f);
+        }
+      });
+    });
+  }
+}
+
 // dk and dv of 128 keys, 64 per warpgroup, over tiles of 64 queries of the whole group. Keys are the rows of GEMMs.
 // The ring of queries has kStages tiles, that of cotangents kOfValues.
 template <class E, int kColumns, int kValueColumns, bool kMakesKeys, bool kMakesValues, int kStages, int kOfValues,
@@ -378,46 +474,11 @@ struct KeyGradients {
         settle<E>(of_values);
         if (!kMakesValues) release(empty_of_values(last.dout.stage), of);
       }
-      if constexpr (kIsBent) {
-        bend_by_size<5>(bend, p, [&](const auto& bend) {
-#pragma unroll
-          for (int j = 0; j < kRows / 8; ++j) {
-            const float4 notes = about.notes[4 * j + of.lane % 4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float slope;
-              p[j][i] = bend(p[j][i], slope);
-              if constexpr (kMakesKeys) {
-                of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
-              }
-            }
-          }
-        });
-      }
-      if (sees != kAll) mask(p, about, of);
       uint32_t left[kMakesValues ? kRows / 16 : 1][4], ds[kMakesKeys ? kRows / 16 : 1][4];
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        const float4 notes = about.notes[4 * j + of.lane % 4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          p[j][i] = probability(bend, p[j][i], i % 2 == 0 ? notes.x : notes.z);
-          if constexpr (kMakesKeys && !kIsBent) of_values[j][i] -= i % 2 == 0 ? notes.y : notes.w;
-        }
-        if constexpr (kMakesValues) {
-          left[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-          left[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-        }
-        if constexpr (kMakesKeys) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            // The gradient of a masked pair may be NaN.
-            p[j][i] = p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
-          }
-          ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-          ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-        }
-      }
+      const auto mask_seen = [&] {
+        if (sees != kAll) mask(p, about, of);
+      };
+      make_factors<E, kIsBent, false, kMakesKeys, kMakesValues>(bend, p, of_values, about.notes, mask_seen, left, ds);
       begin_turn(of.group);
       if constexpr (kMakesValues) {
         if (!kMakesKeys) await_of_values(last);
@@ -749,7 +810,7 @@ struct QueryGradients {
       settle<E>(of_values);
       release(empty_of_values(at.v.stage), of);
       if constexpr (kIsBent) {
-        bend_by_size<5>(bend, p, [&](const auto& bend) {
+        bend_by_squares(bend, p, [&](const auto& bend) {
 #pragma unroll
           for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll

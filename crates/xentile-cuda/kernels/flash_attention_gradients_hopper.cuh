@@ -394,46 +394,6 @@ struct AllGradients {
     return true;
   }
 
-  // From products, the left factors of dv and dk: probabilities, and cotangents of logits.
-  template <bool kIsWhole>
-  __device__ void make_factors(const Bend& bend, float (&p)[kRows / 8][4], float (&of_values)[kRows / 8][4],
-                               const About& about, const Own& of, uint32_t (&left)[kRows / 16][4],
-                               uint32_t (&ds)[kRows / 16][4]) const {
-    if constexpr (kIsBent) {
-      bend_by_size<5>(bend, p, [&](const auto& bend) {
-#pragma unroll
-        for (int j = 0; j < kRows / 8; ++j) {
-          const float4 notes = about.notes[4 * j + of.lane % 4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float slope;
-            p[j][i] = bend(p[j][i], slope);
-            of_values[j][i] = (of_values[j][i] - (i % 2 == 0 ? notes.y : notes.w)) * slope;
-          }
-        }
-      });
-    }
-    if constexpr (!kIsWhole) mask(p, about, of);
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const float4 notes = about.notes[4 * j + of.lane % 4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        p[j][i] = probability(bend, p[j][i], i % 2 == 0 ? notes.x : notes.z);
-        if constexpr (!kIsBent) of_values[j][i] -= i % 2 == 0 ? notes.y : notes.w;
-      }
-      left[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-      left[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // What is not seen may be NaN.
-        p[j][i] = !kIsWhole && p[j][i] == 0 ? 0 : p[j][i] * of_values[j][i];
-      }
-      ds[j / 2][j % 2 * 2] = packed<E>(p[j][0], p[j][1]);
-      ds[j / 2][j % 2 * 2 + 1] = packed<E>(p[j][2], p[j][3]);
-    }
-  }
-
   // Puts a warp's 16 keys of cotangents of logits into shared memory, as the other warpgroup wants them too.
   __device__ void put(const uint32_t (&ds)[kRows / 16][4], uint32_t turn, const Own& of) const {
     const Products to = this->ds(turn);
@@ -510,9 +470,10 @@ struct AllGradients {
       settle<E>(of_values);
       uint32_t left[kRows / 16][4], ds[kRows / 16][4];
       if ((flags & (of.group == 0 ? kAll0 : kAll1)) != 0) {
-        make_factors<true>(bend, p, of_values, about, of, left, ds);
+        make_factors<E, kIsBent, true, true, true>(bend, p, of_values, about.notes, [] {}, left, ds);
       } else {
-        make_factors<false>(bend, p, of_values, about, of, left, ds);
+        const auto mask_seen = [&] { mask(p, about, of); };
+        make_factors<E, kIsBent, false, true, true>(bend, p, of_values, about.notes, mask_seen, left, ds);
       }
       const Term own = {2 * about.tile + of.group, about.order};
       put(ds, turn, of);

@@ -257,6 +257,13 @@ __device__ inline float clamp(float x, float low, float high) {
   return y;
 }
 
+// The larger, or NaN.
+__device__ inline float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 __device__ inline float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
