@@ -815,6 +815,41 @@ def gradients(q: Any, k: Any, v: Any, do: Any, **options: Any) -> Any:
     return o, *vjp(do)
 
 
+@pytest.mark.only("cuda", "CTAs that compute several blocks")
+@pytest.mark.parametrize("columns", [64, 128])
+def test_blocks_of_a_walk_have_the_bits_of_blocks_alone(
+    rng: np.random.Generator, columns: int
+) -> None:
+    """A CTA computes all blocks of a head if there are many heads, and one of a single entry."""
+    q, k, v, *_ = arrays(rng, "bfloat16", 16, (8, 4), (1000, 1000), (columns, columns))
+    texts, others = np.sort(rng.integers(0, 6, (16, 1000)), -1), rng.integers(0, 3, (16, 1000))
+    run = jax.jit(
+        partial(flash_attention, causal=True, return_lse=True, implementation="custom_call"),
+        static_argnames="softcap",
+    )
+    for softcap, segment_ids in ((None, None), (20.0, texts), (None, texts), (60.0, others)):
+        o, lse = run(q, k, v, softcap=softcap, segment_ids=segment_ids)
+        for entry in (slice(0, 1), slice(15, 16)):
+            ids = None if segment_ids is None else segment_ids[entry]
+            alone = run(q[entry], k[entry], v[entry], softcap=softcap, segment_ids=ids)
+            np.testing.assert_array_equal(np.float32(o[entry]), np.float32(alone[0]))
+            np.testing.assert_array_equal(lse[entry], alone[1])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("softcap", [30.0, 55.0])
+def test_logits_at_the_cap(rng: np.random.Generator, softcap: float, sign: int) -> None:
+    """Exponentials of the largest and of the smallest logits that there are."""
+    q, k, v, *_ = arrays(rng, "bfloat16", 1, (4, 2), (150, 150), (64, 64))
+    q, k = sign * 200 * jnp.abs(q), jnp.abs(k)
+    run = partial(flash_attention, scale=1.0, causal=True, implementation="custom_call")
+    o, lse = run(q, k, v, softcap=softcap, return_lse=True)
+    means = np.cumsum(np.float64(v), 1) / np.arange(1, 151)[:, None, None]
+    np.testing.assert_allclose(np.float64(o), np.repeat(means, 2, 2), atol=0.02)
+    wanted_lse = sign * softcap + np.log(np.arange(1, 151))[:, None] + np.zeros(4)
+    np.testing.assert_allclose(lse[0], wanted_lse, atol=1e-4)
+
+
 @pytest.mark.only("cpu", "programs for platforms that are not there")
 def test_layouts_that_programs_for_gpus_ask_for(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

@@ -51,16 +51,17 @@ FLASH_ATTENTION_ANYWHERE(f16, __half)
     attention::hopper::Forward<__VA_ARGS__>::run(all);                                          \
   }
 
-#define FLASH_ATTENTION_FORWARD_OF(dtype, E, is_bent)                \
-  FLASH_ATTENTION_FORWARD(64_##dtype, E, 64, 64, is_bent)            \
-  FLASH_ATTENTION_FORWARD(128_##dtype, E, 128, 128, is_bent)         \
-  FLASH_ATTENTION_FORWARD(192_##dtype, E, 192, 128, is_bent)         \
-  FLASH_ATTENTION_FORWARD(256_##dtype, E, 256, 256, is_bent)
+#define FLASH_ATTENTION_FORWARD_OF(dtype, E, logits)                                       \
+  FLASH_ATTENTION_FORWARD(64_##dtype, E, 64, 64, attention::hopper::Logits::logits)       \
+  FLASH_ATTENTION_FORWARD(128_##dtype, E, 128, 128, attention::hopper::Logits::logits)    \
+  FLASH_ATTENTION_FORWARD(192_##dtype, E, 192, 128, attention::hopper::Logits::logits)    \
+  FLASH_ATTENTION_FORWARD(256_##dtype, E, 256, 256, attention::hopper::Logits::logits)
 
-FLASH_ATTENTION_FORWARD_OF(hopper_bf16, __nv_bfloat16, false)
-FLASH_ATTENTION_FORWARD_OF(hopper_bent_bf16, __nv_bfloat16, true)
-FLASH_ATTENTION_FORWARD_OF(hopper_f16, __half, false)
-FLASH_ATTENTION_FORWARD_OF(hopper_bent_f16, __half, true)
+FLASH_ATTENTION_FORWARD_OF(hopper_bf16, __nv_bfloat16, kScaled)
+FLASH_ATTENTION_FORWARD_OF(hopper_bent_bf16, __nv_bfloat16, kAny)
+FLASH_ATTENTION_FORWARD_OF(hopper_capped_bf16, __nv_bfloat16, kCapped)
+FLASH_ATTENTION_FORWARD_OF(hopper_f16, __half, kScaled)
+FLASH_ATTENTION_FORWARD_OF(hopper_bent_f16, __half, kAny)
 
 #define FLASH_ATTENTION_BACKWARD(name, Bytes, ...)                                          \
   extern "C" __global__ void __launch_bounds__(kAttentionBackwardThreads, 1)                \

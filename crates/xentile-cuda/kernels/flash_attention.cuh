@@ -552,12 +552,21 @@ struct NearZero {
     }
   }
 
-  __device__ float operator()(float product) const {
+  // The polynomial, divided by the product.
+  __device__ float ratio_at(float product) const {
     const float y = product * product;
     float sum = terms[kTerms - 1];
 #pragma unroll
     for (int i = kTerms - 2; i >= 0; --i) sum = fmaf(y, sum, terms[i]);
-    return product * sum;
+    return sum;
+  }
+
+  __device__ float operator()(float product) const { return product * ratio_at(product); }
+
+  // Has the polynomial be this times as large.
+  __device__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) terms[i] *= factor;
   }
 
   __device__ float operator()(float product, float& slope) const {
@@ -801,12 +810,15 @@ struct QueryBlock {
   }
 };
 
-// The factor of a row's sums, and its lse: from the four lanes' parts of the denominator, the largest product, and the
-// sink's logit in units of ln(2), or -inf.
-__device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
-  total += __shfl_xor_sync(0xffffffffu, total, 1);
-  total += __shfl_xor_sync(0xffffffffu, total, 2);
-  const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
+// The sum of what the four lanes of a row have.
+__device__ inline float add_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Returns what sums of a row are to be multiplied by, and its lse. Exponentials are those of logits less `at`, and add
+// up to `total`.
+__device__ inline float finish_sum(float total, float at, float sink, float& lse) {
   // A NaN sink makes the row NaN.
   const float most = sink > at || sink != sink ? sink : at;
   const float shift = most == -infinity() ? 0 : most;
@@ -815,6 +827,13 @@ __device__ inline float finish_row(const Bend& bend, float total, float largest,
   total = total * kept + ptx::ex2(sink - shift);
   lse = total == 0 ? -infinity() : (shift + log2f(total)) * kLn2;
   return total == 0 ? 0 : kept / total;
+}
+
+// The factor of a row's sums, and its lse: from the four lanes' parts of the denominator, the largest product, and the
+// sink's logit in units of ln(2), or -inf.
+__device__ inline float finish_row(const Bend& bend, float total, float largest, float sink, float& lse) {
+  const float at = largest == -infinity() ? -infinity() : largest * bend.factor;
+  return finish_sum(add_quad(total), at, sink, lse);
 }
 
 // Keys of a tile: as many as keep a CTA within 96 KiB of shared memory.

@@ -23,6 +23,9 @@ const BOX: c_uint = 64;
 const PADDED: usize = 128;
 const SMALL_WORDS: usize = 768;
 
+/// The largest cap of a forward pass without running maxima.
+const MOST_CAPPED: f32 = 55.0;
+
 /// The multiprocessors of a device that has these kernels.
 pub(super) fn multiprocessors(device: &Device) -> Option<u32> {
     (device.capability() == (9, 0)).then_some(device.limits().multiprocessors)
@@ -49,7 +52,7 @@ impl Attention {
         Step {
             name: format!(
                 "flash_attention_forward_{columns}_hopper{}_{}",
-                self.bent_suffix(),
+                if self.is_capped() { "_capped" } else { self.bent_suffix() },
                 self.dtype
             ),
             ctas,
@@ -181,6 +184,12 @@ impl Attention {
     fn bent_suffix(&self) -> &'static str {
         let is_bent = self.options.softcap.is_some() || self.options.scale as f32 <= 0.0;
         if is_bent { "_bent" } else { "" }
+    }
+
+    /// Whether the cap alone keeps sums of exponentials in range, with bf16 probabilities.
+    fn is_capped(&self) -> bool {
+        let softcap = self.options.softcap.unwrap_or(0.0) as f32;
+        self.dtype == DType::Bf16 && 0.0 < softcap && softcap <= MOST_CAPPED
     }
 
     /// The most blocks of a head that a CTA of the forward pass has. By measurement: walking hides the beginnings
@@ -334,6 +343,23 @@ mod tests {
         let wide = AttentionShape { width: 136, ..SHAPE };
         let wide = Attention::new(FlashAttention::new(136), wide, DType::F16).unwrap();
         assert_eq!(wide.scratch_words(), None);
+    }
+
+    #[test]
+    fn small_caps_have_a_forward_kernel_without_maxima() {
+        let name = |softcap, dtype| {
+            let options = FlashAttention { softcap: Some(softcap), ..FlashAttention::new(72) };
+            let attention = Attention::new(options, SHAPE, dtype).unwrap();
+            attention.forward_on_hopper(132).name
+        };
+        for (softcap, dtype, expected) in [
+            (55.0, DType::Bf16, "capped_bf16"),
+            (55.1, DType::Bf16, "bent_bf16"),
+            (30.0, DType::F16, "bent_f16"),
+        ] {
+            let expected = format!("flash_attention_forward_128_hopper_{expected}");
+            assert_eq!(name(softcap, dtype), expected);
+        }
     }
 
     #[test]
