@@ -130,6 +130,20 @@ def test_mixers_are_sharded_by_heads(rng: np.random.Generator) -> None:
             assert found * (4 if is_cut else 1) == whole[part].shape[-1], (name, part)
 
 
+@pytest.mark.parametrize("letters", ["MA", "DA"], ids=["mamba2", "delta"])
+@pytest.mark.parametrize("mesh", ["data=2", "data=4", "fsdp=2", "fsdp=4"])
+def test_mixers_beside_attention_over_data_and_weights(
+    rng: np.random.Generator, mesh: str, letters: str
+) -> None:
+    """Packed texts begin anywhere in a row, so states are reset on every device."""
+    changes = {"hybrid": Hybrid(letters, 4, 16, 8, 4, 4, 2, 8, 8), "layers": 2}
+    sizes: dict[str, Any] = {"batch_size": 4, "context_length": 24}
+    config = config_of(mesh, changes, **sizes)
+    run, *_ = compared(rng, config, config_of("", changes, **sizes))
+    summed = Counter(COLLECTIVE.findall(run.as_text()))
+    assert summed["all-reduce"] or summed["reduce-scatter"]
+
+
 def test_devices_may_have_the_whole_residual_stream(rng: np.random.Generator) -> None:
     """Of a sequence that the devices do not divide."""
     sizes: dict[str, Any] = {"batch_size": 2, "context_length": 15}
