@@ -14,7 +14,8 @@ The choice depends on the tests alone: each run of a commit runs the same cases.
 XENTILE_TEST_SHARE, as in "2/8", keeps every eighth of these from the third on. Where
 XENTILE_TEST_CLAIMS names a folder, processes that have the same tests claim them there as they come
 to them instead: whole files, so that what a file compiles and sets up is made once, or where there
-are few files single tests, but together those that share a fixture of a file. pytest-xdist is not
+are few files single tests, but together those that share a fixture of a file or that are marked
+`together(NAME)`. pytest-xdist is not
 used, as machines with a GPU often have no package index.
 """
 
@@ -77,7 +78,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def shares(item: pytest.Item) -> str:
-    """Returns a test's name, or one for all tests that share its fixtures of a file."""
+    """Returns a test's name, or one for all with its marker `together` or fixtures of a file."""
+    for mark in item.iter_markers("together"):
+        return str(mark.args[0])
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (pytest has no public way)
     names = sorted(name for name, found in fixtures.items() if found[-1].scope == "module")
     return f"{item.path} {names}" if names else item.nodeid

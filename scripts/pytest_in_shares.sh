@@ -23,7 +23,8 @@ export XENTILE_TEST_CLAIMS=$scratch/claims
 mkdir "$XENTILE_TEST_CLAIMS"
 pids=() status=0
 for ((job = 0; job < jobs; job++)); do
-    XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_cases "$@" >"$scratch/$job" 2>&1 &
+    XENTILE_TEST_SHARE=$job/$jobs python -m pytest -p scripts.pytest_cases -p scripts.pytest_programs "$@" \
+        >"$scratch/$job" 2>&1 &
     pids+=($!)
 done
 for ((job = 0; job < jobs; job++)); do

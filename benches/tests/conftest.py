@@ -33,5 +33,6 @@ def rng() -> np.random.Generator:
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches compiled programs, as several tests run the same ones."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    folder = os.environ.get("XENTILE_TEST_PROGRAMS") or str(tmp_path_factory.mktemp("programs"))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -5,8 +5,8 @@ placed there. What does not apply on a platform or with so few devices is listed
 of the run, with the reason. XENTILE_TEST_NUMBERS=0 leaves out what holds the numbers of kernels
 and asks nothing of JAX but to call them. XENTILE_TEST_SET=nightly runs tests that are marked
 `nightly` too: the rest of products of which a fixed part always runs. XENTILE_TEST_PROGRAMS is a
-folder where programs that XLA compiled are kept for other tests of a share, but those of tests on
-several devices.
+folder where programs that XLA compiled are kept for other tests, but those of tests on several
+devices. Processes that share it need scripts/pytest_programs.py.
 """
 
 import gc
@@ -35,9 +35,6 @@ jax.config.update("jax_default_matmul_precision", "highest")
 collect_ignore = ["gpu_aot"]
 NEWEST = (0, 12)
 PROGRAMS = os.environ.get("XENTILE_TEST_PROGRAMS")
-if PROGRAMS is not None:
-    # JAX writes files in place, so that a process beside this one would find half of one.
-    PROGRAMS = os.path.join(PROGRAMS, os.environ.get("XENTILE_TEST_SHARE", "0/1").replace("/", "-"))
 NOT_APPLICABLE = pytest.StashKey[dict[str, list[str]]]()
 NIGHTLY = pytest.StashKey[int]()
 KEEPS_PROGRAMS = pytest.StashKey[bool]()

@@ -9,7 +9,13 @@ export PATH=$PWD/.venv-train/bin:$PATH
 compile_kernels_once
 build_pallas_bridge
 cargo build --release
-export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
+# Copies, as the tier readme may build others beside this one.
+export XENTILE_TEST_BINARIES=$target_dir/docs
+mkdir -p "$XENTILE_TEST_BINARIES"
+for name in libxentile_xla.so gradcheck microbench xentile; do
+    cp --remove-destination "$target_dir/release/$name" "$XENTILE_TEST_BINARIES"
+done
+export XENTILE_XLA_LIBRARY=$XENTILE_TEST_BINARIES/libxentile_xla.so
 export PYTHONPATH=$PWD/pallas_bridge/src JAX_PLATFORMS=cpu
 python scripts/pages.py left-out
-pytest -v --durations=5 scripts/tests/test_pages.py
+scripts/pytest_in_shares.sh -v --durations=5 scripts/tests/test_pages.py
