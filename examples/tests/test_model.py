@@ -1,7 +1,6 @@
 """The model's hidden states and its loss, against the same formulas in float64 and loops."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,15 +10,7 @@ import pytest
 from flax import nnx
 from train.config import LAYER_LOOPS, PRESETS, REMATS, LayerLoop, Model
 from train.losses import loss_of
-from train.model import (
-    Kernels,
-    Transformer,
-    is_masked,
-    over_layers,
-    over_unrolled_layers,
-    rotate,
-    rotate_and_pack,
-)
+from train.model import Kernels, Transformer, is_masked, rotate, rotate_and_pack
 
 # Of shapes and dtypes that numpy's types lose.
 F64 = Any
@@ -179,21 +170,3 @@ def test_presets_have_the_published_parameters(preset: str, parameters: int) -> 
     leaves = jax.tree.leaves(nnx.state(abstract, nnx.Param))
     assert sum(leaf.size for leaf in leaves) == parameters
     assert not is_masked(PRESETS[preset].context_length)
-
-
-def test_unrolled_layers_end_with_gradients_of_their_matrices() -> None:
-    """A barrier of each layer has gradients of what is carried and of its matrix."""
-    matrices = jax.random.normal(jax.random.key(0), (3, 4, 4))
-    x = jax.random.normal(jax.random.key(1), (2, 4))
-
-    def loss(over: Any, x: Any, matrices: Any) -> Any:
-        return over(lambda carry, matrix: jnp.tanh(carry @ matrix), x, matrices).sum()
-
-    unrolled = jax.grad(partial(loss, over_unrolled_layers), (0, 1))
-    equations = jax.make_jaxpr(unrolled)(x, matrices).eqns
-    barriers = [one for one in equations if one.primitive.name == "optimization_barrier"]
-    shapes = [[var.aval.shape for var in one.outvars] for one in barriers]
-    assert shapes == [[(2, 4), (4, 4)]] * 3
-    scanned = jax.grad(partial(loss, over_layers), (0, 1))(x, matrices)
-    for own, other in zip(unrolled(x, matrices), scanned, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)

@@ -91,19 +91,6 @@ def held(x: Array) -> Array:
 held.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.optimization_barrier(dx),))
 
 
-@jax.custom_vjp
-def together(tree: Any) -> Any:
-    """Returns a tree of arrays, whose gradients XLA has computed before any of them is read.
-
-    Else XLA leaves the gradients of all layers' matrices for the end of the backward pass. A GPU at
-    its limit of power multiplies faster where passes over memory lie between products.
-    """
-    return tree
-
-
-together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
-
-
 def attend(kernel: LayerKernel, q: Array, k: Array, v: Array, within: Array | None) -> Array:
     """Causal attention of q [B, T, N, H] to k and v [B, T, K, H].
 
@@ -138,7 +125,7 @@ def over_unrolled_layers(step: Any, carry: Any, layers: Any) -> Any:
     """
     stacks, structure = jax.tree.flatten(layers)
     for layer in zip(*(jnp.unstack(stack) for stack in stacks), strict=True):
-        carry = step(*together((carry, jax.tree.unflatten(structure, layer))))
+        carry = step(carry, jax.tree.unflatten(structure, layer))
     return carry
 
 
