@@ -37,15 +37,14 @@ def by_backend(backend: SDPBackend) -> Function:
 
 
 def by_flex(tokens: int, options: dict[str, Any]) -> Function:
-    """Causal attention with a window before, segments of equal lengths or a softcap."""
-    window, segments = options.get("window"), options.get("segments")
-    length = tokens // segments if segments else tokens
+    """Causal attention with a window before, texts of one length or a softcap."""
+    window, length = options.get("window"), options.get("texts")
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
         seen = key <= query
         if window is not None:
             seen = seen & (query - key <= window[0])
-        return seen & (query // length == key // length) if segments else seen
+        return seen & (query // length == key // length) if length else seen
 
     def bend(score: Any, *_: Any) -> Any:
         return options["softcap"] * torch.tanh(score / options["softcap"])
@@ -72,6 +71,8 @@ def measured(shape: list[int], options: dict[str, Any], which: str, seconds: flo
         for of in ((heads, columns), (kv_heads, columns), (kv_heads, values))
     ]
     functions: dict[str, Callable[[], Function]] = {}
+    if "keys" in options or isinstance(options.get("texts"), list):
+        return {}
     if not {*options} - {"value_columns"}:
         functions["flash"] = partial(by_backend, SDPBackend.FLASH_ATTENTION)
         functions["cudnn"] = partial(by_backend, SDPBackend.CUDNN_ATTENTION)

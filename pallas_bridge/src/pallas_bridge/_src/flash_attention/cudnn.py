@@ -26,10 +26,10 @@ def forward(
     the choice is part of the traced program. The caller does not see lse: where the call
     `has_gradient`, its place is taken by what cuDNN's backward pass takes of the forward pass.
     """
-    function = attention_of(options, *arrays[:3], has_gradient=has_gradient)
-    if function is None:
+    plan = make_plan(options, *arrays[:3], has_gradient=has_gradient)
+    function, saving = plan.function, plan.saving
+    if function is None or not plan.is_forward:
         return others(*arrays)
-    saving = function.saving(*arrays[:3]) if has_gradient else None
 
     def run_forward(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         if saving is not None:
@@ -48,12 +48,9 @@ def backward(
     options: Options, others: Kernel, arrays: Sequence[jax.Array], o: Any, lse: Any, do: Any
 ) -> tuple[jax.Array, ...]:
     """Returns dq, dk and dv, by `others` where they are not cuDNN's."""
-    function = attention_of(options, *arrays[:3], has_gradient=True)
-    if function is None:
-        return others(*arrays, o, lse, do)
-    saving = function.saving(*arrays[:3])
-    saves_lse = saving is not None and STATISTICS in saving.sources
-    if saves_lse and _is_faster_backward(options, *arrays[:3]):
+    plan = make_plan(options, *arrays[:3], has_gradient=True)
+    function, saving = plan.function, plan.saving
+    if function is None or not plan.is_backward:
         return others(*arrays, o, lse, do)
 
     def run_backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -70,16 +67,54 @@ def backward(
     return found
 
 
-def _is_faster_backward(options: Options, q: Any, k: Any, v: Any) -> bool:
-    """Whether the library's backward pass is faster than cuDNN's, whose statistics are lse.
+@dataclass(frozen=True)
+class CudnnPlan:
+    """Which passes of a call cuDNN runs."""
 
-    As measured on an H200 (docs/internals/flash-attention.md).
+    # cuDNN's attention, and both passes by what the first one saves; None where there is none.
+    function: "Cudnn | None" = None
+    saving: "Saving | None" = None
+    is_forward: bool = False
+    is_backward: bool = False
+
+
+def make_plan(options: Options, q: Any, k: Any, v: Any, *, has_gradient: bool) -> CudnnPlan:
+    """Returns which passes cuDNN runs of q, k and v of such types.
+
+    The library's backward pass takes lse, which its own forward pass gives, and cuDNN's where its
+    statistics are lse. cuDNN's backward pass follows cuDNN's forward pass alone.
+    """
+    function = attention_of(options, q, k, v, has_gradient=has_gradient)
+    if function is None:
+        return CudnnPlan()
+    passes = passes_by_cudnn(options, q, k, v) if _has_hopper_alone() else Passes()
+    if not has_gradient:
+        return CudnnPlan(function, None, passes.alone)
+    saving = function.saving(q, k, v)
+    saves_lse = saving is not None and STATISTICS in saving.sources
+    is_backward = passes.backward or (passes.forward and not saves_lse)
+    return CudnnPlan(function, saving, passes.forward, is_backward)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Which passes are faster by cuDNN: forward alone, and forward and backward of one program."""
+
+    alone: bool = True
+    forward: bool = True
+    backward: bool = True
+
+
+def passes_by_cudnn(options: Options, q: Any, k: Any, v: Any) -> Passes:
+    """Returns which passes cuDNN runs on Hopper.
+
+    As `benches/peers/attention.py` measured on an H200 (docs/internals/flash-attention.md).
     """
     tokens, columns = q.shape[-2], q.shape[-1]
     most = {64: tokens, 128: 4096 if options.deterministic else 8192}.get(columns, 0)
     is_causal = options.causal and options.window == (None, None)
     is_measured = is_causal and tokens == k.shape[-2] and columns == v.shape[-1]
-    return is_measured and 1024 <= tokens <= most and _has_hopper_alone()
+    return Passes(backward=not (is_measured and 1024 <= tokens <= most))
 
 
 def _has_hopper_alone() -> bool:

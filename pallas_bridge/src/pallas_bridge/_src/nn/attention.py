@@ -217,9 +217,19 @@ def explain_attention(
                 (v, (k.shape[-2],)),
             )
         ]
-        for place, has_gradient in enumerate((False, True)):
-            if cudnn.attention_of(options, *heads_first, has_gradient=has_gradient) is not None:
-                runners[place], detail = "cuDNN", "\nnot the kernel: cuDNN has all of the options"
+        alone, both = (
+            cudnn.make_plan(options, *heads_first, has_gradient=has_gradient)
+            for has_gradient in (False, True)
+        )
+        is_cudnn = (alone.is_forward, both.is_backward)
+        runners = ["cuDNN" if one else other for one, other in zip(is_cudnn, runners, strict=True)]
+        if all(is_cudnn):
+            detail = "\nnot the kernel: cuDNN has all of the options"
+        elif alone.function is not None:
+            detail = "\nnot cuDNN in both passes: measurements say which is faster"
+        if both.is_forward != alone.is_forward:
+            by = "cuDNN" if both.is_forward else "flash_attention kernels"
+            detail += f"\nforward with a derivative: {by}"
     forward, backward = runners
     return f"forward: {forward}\nbackward: {backward}\nplatform: {platform}, {row.reason}{detail}"
 
