@@ -14,13 +14,13 @@ A cell is a shape with its options and a pass, in bfloat16 of normal numbers, ca
 - `cudnn in order`: the same where XLA asks for a fixed order of sums
 - `xla`: XLA's program; `read`: XLA's sum of as many bytes as keys and values have, for one query
 
-A program is one call. A turn is the time of 2 N calls less that of N, and each round starts with
-another program. Rows have the median and the least time, the rate in TFLOP/s of unmasked pairs (two
-GEMMs forward and five backward), and medians of the ratios to `ours` and to `cudnn` within rounds.
-A backward pass is timed alone, from the residuals of its forward pass; `both` are one program, as
-in a training step. With `--compile` programs are compiled and not run, into JAX's persistent cache
-if it is set. With `--torch` PyTorch's kernels are timed first, in a process of their own
-(attention_in_torch.py), and not in turns with the others.
+A program is one call. A turn starts programs in a row for some 20 ms and waits once, and each round
+begins with another program. Rows have the median and the least time, the rate in TFLOP/s of
+unmasked pairs (two GEMMs forward and five backward), and medians of the ratios to `ours` and to
+`cudnn` within rounds. A backward pass is timed alone, from the residuals of its forward pass;
+`both` are one program, as in a training step. With `--compile` programs are compiled and not run,
+into JAX's persistent cache if it is set. With `--torch` PyTorch's kernels are timed first, in a
+process of their own (attention_in_torch.py), and not in turns with the others.
 """
 
 import json
@@ -99,8 +99,9 @@ PROGRAMS = (
     "plain",
     "xla",
 )
-# Calls of N in a row take about so long.
-TURN_SECONDS = 0.004
+# A turn starts programs in a row for about so long; the wait takes 0.3 ms.
+TURN_SECONDS = 0.02
+MOST_CALLS = 400
 
 
 def segment_ids(batch: int, tokens: int, texts: Any) -> np.ndarray:
@@ -272,9 +273,10 @@ def compiled(
 
 def turn(start: harness.Start) -> Callable[[], float]:
     """Returns what times so many programs in a row that a wait is little beside them."""
-    seconds = harness.seconds_of_each(start, 3)[-1]
-    count = round(max(1, min(TURN_SECONDS / seconds, 8 * harness.PROGRAMS)))
-    return partial(harness.difference_clock(start), count)
+    harness.seconds_of_each(start, 1)
+    seconds = harness.wall_clock(start)(harness.PROGRAMS)
+    count = round(max(1, min(TURN_SECONDS / seconds, MOST_CALLS)))
+    return partial(harness.wall_clock(start), count)
 
 
 def measure_rounds(

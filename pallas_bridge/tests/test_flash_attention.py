@@ -759,8 +759,11 @@ def test_cudnn_is_taken(rng: np.random.Generator, dtype: str, options: Any) -> N
 
 
 @pytest.mark.only("cuda", "a CPU has no cuDNN")
-@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 128), ("float16", 64)])
-def test_kernels_take_what_cudnn_saves(rng: np.random.Generator, dtype: str, columns: int) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("columns", [64, 96, 128, 256])
+def test_passes_run_where_they_are_faster(
+    rng: np.random.Generator, dtype: str, columns: int
+) -> None:
     if any(device.compute_capability != "9.0" for device in jax.devices()):
         pytest.skip("cuDNN has both passes on other GPUs")
     q, k, v, do, _ = arrays(rng, dtype, 1, (4, 2), (1024, 1024), (columns, columns))
@@ -771,7 +774,10 @@ def test_kernels_take_what_cudnn_saves(rng: np.random.Generator, dtype: str, col
         return o, *vjp(do)
 
     text = step.lower(q, k, v, do).compile().as_text()
-    assert "__cudnn$fmha" in text and TARGETS[0] not in text and TARGETS[1] in text
+    forward, backward = {64: (False, True), 256: (False, False)}.get(columns, (True, True))
+    assert (TARGETS[0] in text, TARGETS[1] in text) == (forward, backward)
+    assert ("__cudnn$fmhaSoftmax" in text) == (not forward)
+    assert ("__cudnn$fmhaSoftmaxBackward" in text) == (not backward)
     zeros = jnp.zeros(q.shape[:3], jnp.float32)
     right = wanted(q, k, v, do, zeros, seen_by(1024, 1024, True))
     del right["lse"]
@@ -935,6 +941,25 @@ def test_nothing_is_moved_around_the_backward_pass(rng: np.random.Generator, lea
         for name, one, like in zip(("dq", "dk", "dv"), compiled(*given), (q, k, v), strict=True)
     }
     close(found, {name: right[name] for name in found}, "bfloat16")
+
+
+@pytest.mark.only("cpu", "a rule that needs no GPU")
+def test_passes_by_cudnn() -> None:
+    def passes(tokens: int, columns: int, keys: int | None = None, **options: Any) -> Any:
+        q = jax.ShapeDtypeStruct((1, 2, 4, tokens, columns), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((1, 2, keys or tokens, columns), jnp.bfloat16)
+        found = cudnn.passes_by_cudnn(Options(0.5, **options), q, k, k)
+        return found.alone, found.forward, found.backward
+
+    every, none = (True, True, True), (False, False, False)
+    assert passes(4096, 64, causal=True) == (True, True, False)
+    assert passes(4096, 96, causal=True) == passes(8192, 128, causal=True) == none
+    assert passes(4096, 128, window=(1024, 0)) == none
+    assert passes(65536, 128, causal=True) == passes(512, 128, causal=True) == every
+    assert passes(4096, 256, causal=True) == passes(4096, 128) == every
+    # A window of nearly all keys is as causal, and kernels of 64 columns were not measured.
+    assert passes(4096, 128, causal=True, window=(3000, 0)) == every
+    assert passes(4096, 64, causal=True, window=(512, 0)) == every
 
 
 @pytest.mark.only("cpu", "a stand-in for cuDNN")

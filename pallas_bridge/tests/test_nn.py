@@ -250,6 +250,58 @@ def test_sides_of_windows(rng: np.random.Generator) -> None:
             nn.explain_attention(*arrays, local_window_size=negative)
 
 
+NO_ARRAYS: Any = ["causal", object(), {1}, [[1], [1, 2]], len, np.array(["a"]), jax.random.key(0)]
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize("function", [nn.dot_product_attention, nn.explain_attention])
+def test_what_is_no_bias_or_mask_is_refused_by_name(
+    rng: np.random.Generator, name: str, function: Any
+) -> None:
+    arrays = draw(rng)
+    for value in NO_ARRAYS:
+        with pytest.raises(TypeError, match=rf"^{name} .*broadcastable to \[B, N, T, S\]"):
+            function(*arrays, **{name: value})
+    wrong = {"bias": (nn.CausalMask(), np.ones((12, 12), complex)), "mask": (nn.CausalMask, 1.5)}
+    for value in (*wrong[name], *([np.ones((12, 12), "i")] if name == "mask" else [])):
+        with pytest.raises(TypeError, match=f"^{name} (is|has dtype) .*(call it|must be)"):
+            function(*arrays, **{name: value})
+    for shape in ((2, 12, 5), (3, 1, 12, 12), (1, 2, 12, 12), (1, 1, 1, 12, 12), (13,)):
+        message = rf"^{name} has shape {re.escape(str(shape))}; .* \(2, 4, 12, 12\)"
+        with pytest.raises(ValueError, match=message):
+            function(*arrays, **{name: np.ones(shape, bool)})
+
+
+def test_biases_and_masks_of_every_kind_broadcast(rng: np.random.Generator) -> None:
+    arrays = draw(rng)
+    mask: Any
+    for mask in (CAUSAL.tolist(), CAUSAL[:1] | True, np.arange(12) < 7, True):
+        found = nn.dot_product_attention(*arrays, mask=mask)
+        check(found, jax.nn.dot_product_attention(*arrays, mask=jnp.asarray(mask)))
+    for bias in (0.5, [1.0] * 12, np.arange(12), jnp.ones((2, 4, 1, 1)), np.ones((12, 1))):
+        found = nn.dot_product_attention(*arrays, bias=bias)
+        check(found, jax.nn.dot_product_attention(*arrays, bias=jnp.asarray(bias)))
+    struct = jax.ShapeDtypeStruct((12, 12), jnp.bool)
+    assert "the mask is traced" in nn.explain_attention(*arrays, mask=struct)
+    with pytest.raises(TypeError, match="mask is of type ShapeDtypeStruct"):
+        nn.dot_product_attention(*arrays, mask=struct)
+
+
+@pytest.mark.only("cuda", "a CPU has no cuDNN")
+def test_explains_passes_by_cudnn() -> None:
+    if any(device.compute_capability != "9.0" for device in jax.devices()):
+        pytest.skip("cuDNN has both passes on other GPUs")
+
+    def runners(columns: int) -> list[str]:
+        q = jax.ShapeDtypeStruct((1, 2048, 8, columns), jnp.bfloat16)
+        return nn.explain_attention(q, q, q, is_causal=True).splitlines()[:2]
+
+    kernels = "flash_attention kernels"
+    assert runners(64) == ["forward: cuDNN", f"backward: {kernels}"]
+    assert runners(128) == [f"forward: {kernels}", f"backward: {kernels}"]
+    assert runners(256) == ["forward: cuDNN", "backward: cuDNN"]
+
+
 def test_flax(rng: np.random.Generator) -> None:
     arrays = draw(rng)
     run = partial(nn.flax_attention_fn, *arrays)

@@ -111,10 +111,23 @@ def passes_by_cudnn(options: Options, q: Any, k: Any, v: Any) -> Passes:
     As `benches/peers/attention.py` measured on an H200 (docs/internals/flash-attention.md).
     """
     tokens, columns = q.shape[-2], q.shape[-1]
-    most = {64: tokens, 128: 4096 if options.deterministic else 8192}.get(columns, 0)
-    is_causal = options.causal and options.window == (None, None)
-    is_measured = is_causal and tokens == k.shape[-2] and columns == v.shape[-1]
-    return Passes(backward=not (is_measured and 1024 <= tokens <= most))
+    before, after = options.window
+    is_causal = options.causal or after == 0
+    if not is_causal or tokens != k.shape[-2] or columns != v.shape[-1] or tokens < LEAST_TOKENS:
+        return Passes()
+    if before is not None:
+        is_narrow = before <= tokens // 4
+        return NONE if is_narrow and columns in LONGEST_BY_LIBRARY else Passes()
+    if columns == 64:
+        return Passes(backward=False)
+    return NONE if tokens <= LONGEST_BY_LIBRARY.get(columns, 0) else Passes()
+
+
+# The shortest sequences that the choice was measured at.
+LEAST_TOKENS = 1024
+# Up to so many tokens the library's kernels are faster in both passes, by columns.
+LONGEST_BY_LIBRARY = {96: 4096, 128: 16384}
+NONE = Passes(alone=False, forward=False, backward=False)
 
 
 def _has_hopper_alone() -> bool:

@@ -10,7 +10,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .. import meshes
-from ..checks import DTYPES, as_array, check_flag, check_float, check_word, promoted
+from ..checks import (
+    DTYPES,
+    as_array,
+    as_operand,
+    check_flag,
+    check_float,
+    check_word,
+    promoted,
+)
 from ..flash_attention import cudnn
 from ..flash_attention.api import attend
 from ..flash_attention.declaration import OPERATION
@@ -127,6 +135,7 @@ def dot_product_attention(
     words = (*IMPLEMENTATIONS_OF_JAX, *OPERATION.implementations)
     check_word("implementation", implementation, words, or_none=True)
     window = check_window(local_window_size, "local_window_size")
+    bias, mask = check_bias(bias, q, k), check_mask(mask, q, k)
     query_seq_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, q)
     key_value_seq_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, q)
     plan = make_plan(
@@ -186,12 +195,16 @@ def explain_attention(
 ) -> str:
     """Returns who runs `dot_product_attention` of these arguments, forward and backward, and why.
 
-    Arguments are those of `dot_product_attention`; query, key and value may be
-    `jax.ShapeDtypeStruct`. The text is for the default platform of this process.
+    Arguments are those of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`, which
+    says of a mask that it is traced. The text is for the default platform of this process.
     """
     dtype = jnp.result_type(query, key, value)
     q, k, v = (jax.ShapeDtypeStruct(one.shape, dtype) for one in (query, key, value))
     window = check_window(local_window_size, "local_window_size")
+    if not isinstance(bias, jax.ShapeDtypeStruct):
+        bias = check_bias(bias, q, k)
+    if not isinstance(mask, jax.ShapeDtypeStruct):
+        mask = check_mask(mask, q, k)
     lengths = query_seq_lengths, key_value_seq_lengths
     plan = make_plan(q, k, v, bias, mask, is_causal, *lengths, window)
     if plan.reason is not None:
@@ -217,10 +230,14 @@ def explain_attention(
                 (v, (k.shape[-2],)),
             )
         ]
-        alone, both = (
-            cudnn.make_plan(options, *heads_first, has_gradient=has_gradient)
-            for has_gradient in (False, True)
-        )
+        plans: list[cudnn.CudnnPlan] = []
+
+        def make_plans(*arrays: jax.Array) -> None:
+            for has_gradient in (False, True):
+                plans.append(cudnn.make_plan(options, *arrays, has_gradient=has_gradient))
+
+        jax.eval_shape(make_plans, *heads_first)
+        alone, both = plans
         is_cudnn = (alone.is_forward, both.is_backward)
         runners = ["cuDNN" if one else other for one, other in zip(is_cudnn, runners, strict=True)]
         if all(is_cudnn):
@@ -413,6 +430,56 @@ def _attention_of_jax(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) 
     if any(summed * (rows + others) < SMALLEST_GEMM for summed, rows, others in extents):
         return widened(q, k, v)
     return jax.lax.platform_dependent(q, k, v, cpu=widened, default=attention)
+
+
+def check_bias(bias: Any, q: Any, k: Any) -> Any:
+    """Returns a bias as an array, or None.
+
+    Raises:
+        TypeError: it is no array of real numbers.
+        ValueError: its shape does not broadcast to [B, N, T, S].
+    """
+    if bias is None:
+        return None
+    array = _as_logits("bias", bias, "", q, k)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"bias has dtype {array.dtype}; it must be of real numbers")
+    return array
+
+
+def check_mask(mask: Any, q: Any, k: Any) -> Any:
+    """Returns a mask as an array or an `AttentionMask`, or None.
+
+    Raises:
+        TypeError: it is neither a mask nor an array of Booleans.
+        ValueError: its shape does not broadcast to [B, N, T, S].
+    """
+    if mask is None or isinstance(mask, AttentionMask):
+        return mask
+    if isinstance(mask, type) and issubclass(mask, AttentionMask):
+        raise TypeError(f"mask is the class {mask.__name__}; call it: {mask.__name__}(..)")
+    array = _as_logits("mask", mask, "of Booleans, ", q, k)
+    if array.dtype != bool:
+        raise TypeError(f"mask has dtype {array.dtype}; it must be bool: mask.astype(bool)")
+    return array
+
+
+def _as_logits(name: str, value: Any, of: str, q: Any, k: Any) -> Any:
+    """Returns an array that broadcasts to logits; one on the host stays there."""
+    right = f"{of}broadcastable to [B, N, T, S]"
+    is_extended = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    array: Any = (as_array if is_extended else as_operand)(name, value, right)
+    batch = q.shape[0] if q.ndim == 4 else 1
+    wanted = (batch, q.shape[-2], q.shape[-3], k.shape[-3])
+    given = (1,) * (4 - array.ndim) + array.shape
+    known = all(isinstance(one, int) for one in (*wanted, *given))
+    if len(given) != 4 or (
+        known and any(one not in (1, most) for one, most in zip(given, wanted, strict=True))
+    ):
+        raise ValueError(
+            f"{name} has shape {array.shape}; it must broadcast to [B, N, T, S], which is {wanted}"
+        )
+    return array
 
 
 def _check_lengths(name: str, lengths: Any, q: jax.Array) -> jax.Array | None:

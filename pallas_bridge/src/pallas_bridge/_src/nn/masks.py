@@ -100,7 +100,7 @@ def window_of_interval(first: Any, end: Any, queries: int, keys: int) -> Any:
 
 def is_concrete(array: Any) -> bool:
     """Whether the values of an array can be read on this host now."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
