@@ -1,5 +1,6 @@
 """The benchmark of attention, with small cells on the CPU."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peers import attention
 
+# A script of a folder that has no package.
+attention: Any = importlib.import_module("peers.attention")
 Rows = dict[tuple[str, str], dict[str, Any]]
-CELLS: dict[str, tuple[attention.Shape, dict[str, Any]]] = {
+CELLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "texts": ((2, 32, 4, 2, 8), {"texts": (8, 16)}),
     "one text": ((1, 16, 2, 2, 8), {"texts": 16}),
     "sinks": ((1, 16, 2, 1, 8), {"sinks": True}),
