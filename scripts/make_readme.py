@@ -128,7 +128,7 @@ def linear_losses() -> list[list[str]]:
 # Of each row of attention: file, cell, its texts, the other program, what to say of it, digits.
 ATTENTION = (
     ("attention-packed.json", "4x4096 32/8 128 segments", ", packed texts", "xla", "", 1),
-    ("attention-five-gemms.json", "4x4096 32/8 128", "", "cudnn", "beside cuDNN: ", 2),
+    ("attention-cudnn.json", "4x4096 32/8 128", "", "cudnn", "beside cuDNN: ", 2),
 )
 
 
