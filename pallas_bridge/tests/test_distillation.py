@@ -165,7 +165,7 @@ def test_what_is_wrong_is_named(rng: np.random.Generator) -> None:
         ({"teacher_hidden": arrays["teacher_hidden"][:5]}, ValueError, "the tokens of hidden"),
         ({"weights": jnp.ones(5)}, ValueError, r"weights has shape \(5,\); it must be \(6,\)"),
         ({"temperature": 0.0}, ValueError, "temperature is 0"),
-        ({"reduction": "none"}, ValueError, "it must be 'mean' or 'sum'"),
+        ({"reduction": "none"}, ValueError, "it must be one of 'mean', 'sum'"),
         ({"hidden": jnp.ones((6, 8), int)}, TypeError, "hidden has dtype int32"),
         ({"chunk_tokens": -1}, ValueError, "chunk_tokens is -1"),
         ({"chunk_tokens": 0}, ValueError, "chunk_tokens is 0"),
