@@ -7,7 +7,6 @@ XENTILE_TEST_CASES is
 - `cover`: the fewest cases, chosen greedily in their order, that have every value of every
   parameter, but the first N of a test that is marked `few(N)`, which may be 0; all cases of a test
   that is marked `fixed`, unless XENTILE_TEST_NUMBERS is 0;
-- `one`: the first of these;
 - `fast`: the first of these, of tests that are not marked `slow`.
 The choice depends on the tests alone: each run of a commit runs the same cases.
 
@@ -129,6 +128,5 @@ def is_fixed(case: pytest.Item) -> bool:
 CHOICES: dict[str, Callable[[list[pytest.Item]], list[pytest.Item]]] = {
     "all": lambda cases: cases,
     "cover": cover,
-    "one": lambda cases: cover(cases)[:1],
     "fast": lambda cases: cover(cases)[: not any(cases[0].iter_markers("slow"))],
 }

@@ -16,7 +16,6 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 case ${XENTILE_TEST_CASES:-all} in
     cover) echo "left out: cases of a test whose parameters all have values that other cases have, or beyond those that its marker few counts" ;;
-    one) echo "left out: all cases of a test but the first" ;;
     fast) echo "left out: tests that are marked slow, and all cases of a test but the first" ;;
 esac
 export XENTILE_TEST_CLAIMS=$scratch/claims

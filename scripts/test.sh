@@ -20,8 +20,8 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 # In the order of what fails soonest.
 default=(lint host xla-cpu-0.12.0)
-ci=(lint host xla-cpu-{0.9.0,0.12.0} pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train)
-nightly=("${ci[@]}" packaging frameworks xla-cpu-{0.10.2,0.11.2} miri asan fuzz neon)
+ci=(lint host xla-cpu-0.12.0 pjrt-cpu tpu-aot gpu-aot gradcheck real-text readme docs train)
+nightly=("${ci[@]}" packaging frameworks xla-cpu-{0.9.0,0.10.2,0.11.2} miri asan fuzz neon)
 
 export XENTILE_TEST_SET=default
 case ${1:-} in

@@ -37,14 +37,6 @@ if (($#)); then
     pytest pallas_bridge/tests "$@"
     exit
 fi
-tests=(pallas_bridge/tests)
-if [[ -n ${XENTILE_TEST_FILES:-} ]]; then
-    echo "left out: tests of pallas_bridge but of $XENTILE_TEST_FILES"
-    tests=()
-    for name in $XENTILE_TEST_FILES; do
-        tests+=("pallas_bridge/tests/test_$name.py")
-    done
-fi
 status=0 others=(-m "not numbers")
 if [[ $XENTILE_TEST_SET == default ]]; then
     echo "left out: kernels for TPUs, which are interpreted"
@@ -60,5 +52,5 @@ quickly+=" --xla_cpu_parallel_codegen_split_count=1"
 # Half of what is left are XLA's emitters of fusions, without which the oldest versions of JAX still do.
 [[ $version != 0.9.* && $version != 0.10.* ]] || quickly+=" --xla_cpu_use_fusion_emitters=false"
 XLA_FLAGS="$quickly ${XLA_FLAGS:-}" \
-    scripts/pytest_in_shares.sh "${tests[@]}" "${others[@]}" || status=$?
+    scripts/pytest_in_shares.sh pallas_bridge/tests "${others[@]}" || status=$?
 exit "$status"

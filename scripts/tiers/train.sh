@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The tests of examples and benchmarks that need their environment, of layers for Flax and Equinox, and of checkpoints.
+# What leans most on JAX's insides runs here too, as this environment has an older JAX than other tiers of CI's set.
 # And nightly the smallest validation of all kernels in examples/train, and every table of benches/transformer_bench
 # of the small size at length 128.
 source scripts/tiers/common.sh
@@ -17,7 +18,7 @@ for tests in examples/tests benches/tests; do
 done
 # They need Flax, Equinox and safetensors, which the environments of versions of JAX do not have.
 XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}" \
-    scripts/pytest_in_shares.sh --durations=5 pallas_bridge/tests/test_{nnx,equinox,generation_checkpoints}.py || status=1
+    scripts/pytest_in_shares.sh --durations=5 pallas_bridge/tests/test_{nnx,equinox,generation_checkpoints,lowered_rewrites,program}.py || status=1
 if [[ $XENTILE_TEST_SET == nightly ]]; then
     cargo build --release
     export XENTILE_XLA_LIBRARY=$target_dir/release/libxentile_xla.so
