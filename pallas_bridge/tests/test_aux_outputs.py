@@ -367,7 +367,7 @@ def test_of_hidden_states(rng: np.random.Generator, temperature: float, bias: bo
         np.testing.assert_allclose(one, other, atol=3e-5 * np.abs(one).max())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
 @pytest.mark.parametrize("way", WAYS)
@@ -417,7 +417,7 @@ def test_a_vocabulary_over_devices(rng: np.random.Generator, way: str) -> None:
     np.testing.assert_allclose(gradient, of_found, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.devices(8)
 @pytest.mark.only("cpu", "no kernel knows of the mesh")
 @pytest.mark.parametrize(

@@ -344,6 +344,7 @@ def test_forward_mode(rng: np.random.Generator, dtype: str) -> None:
     np.testing.assert_allclose(moved, want, rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.only("cpu", "eight devices are the CPU's")
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("is_shardy", [True, False], ids=["shardy", "gspmd"])

@@ -1120,7 +1120,7 @@ def test_programs_that_call_cudnn(
     assert "xentile" not in text and (kind is None or "CustomSPMDPartitioning" in text)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.only("cpu", "Pallas' interpreter")
 @pytest.mark.parametrize("case", ["causal", "window", "segments", "sinks"])

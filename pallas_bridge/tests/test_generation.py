@@ -324,6 +324,7 @@ def test_a_traced_temperature_of_0_is_greedy(rng: np.random.Generator, options: 
     assert (traced(1.0)[0] != right[0]).any()
 
 
+@pytest.mark.few(0)
 @pytest.mark.slow
 def test_strict_types(params: Any) -> None:
     options: Any = {"max_new_tokens": 2, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "temperature": 1.0}

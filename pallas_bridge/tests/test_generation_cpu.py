@@ -45,6 +45,7 @@ def step(params: Any, config: DecoderConfig, cache: Cache, on_cpu: bool, *rows: 
     return model._decode_step(params, config, cache, *map(jnp.array, rows), False, on_cpu)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_are_those_of_xla(rng: np.random.Generator, name: str) -> None:
     config = CONFIGS[name]

@@ -96,7 +96,7 @@ def numbered(config: DecoderConfig) -> Any:
     return jax.tree.map(fill, jax.eval_shape(lambda: init_params(config)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config", [CONFIG, UNTIED, LLAMA, QWEN3], ids=["tied", "untied", "llama", "qwen3"]
 )
@@ -146,6 +146,7 @@ def filled_up(config: DecoderConfig, layers: dict[str, np.ndarray]) -> dict[str,
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config", [CONFIG, LLAMA, QWEN3, QWEN2], ids=["small", "llama", "qwen3", "qwen2"]
 )
@@ -216,6 +217,7 @@ def test_unpacked_weights_are_the_matrices() -> None:
     np.testing.assert_array_equal(again, packed)
 
 
+@pytest.mark.few(0)
 def test_packed_weights_alone_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(UNTIED, layers=1, vocab_size=64)
     params, prompts = draw_params(config), [[3, 14, 15, 9]]

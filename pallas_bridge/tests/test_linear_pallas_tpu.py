@@ -273,6 +273,7 @@ def test_bad_input_stays_where_it_is(
     no_races()
 
 
+@pytest.mark.few(1)
 @pytest.mark.newest
 @pytest.mark.parametrize("offset", [1e4, 640.0])
 def test_large_logits(rng: np.random.Generator, offset: float) -> None:

@@ -496,6 +496,7 @@ def test_axes_and_vocabularies_that_do_not_fit_are_refused() -> None:
             jax.jit(partial(linear_cross_entropy, axis_name="data"))(h, sharded, y)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["checked", "found"])
 @pytest.mark.slow
 def test_a_mean_on_gpus_computes_logits_once(

@@ -167,6 +167,7 @@ def test_attention_of_16_bits(dtype: str, rng: np.random.Generator) -> None:
     check(ours(*arrays), jax.nn.dot_product_attention(*arrays, is_causal=True), dtype)
 
 
+@pytest.mark.few(0)
 @pytest.mark.slow
 def test_xla_program_of_float16(rng: np.random.Generator) -> None:
     """Which that of `jax.nn` does not compile under `jit` on CPUs."""

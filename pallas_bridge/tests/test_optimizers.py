@@ -81,6 +81,7 @@ def test_clipping_is_that_of_optax(rng: np.random.Generator) -> None:
     assert float(state.norm) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_inject_hyperparams_and_chain(rng: np.random.Generator, name: str) -> None:
     params = tree(rng)
@@ -372,6 +373,7 @@ def test_rounding_keeps_the_mean() -> None:
     np.testing.assert_array_equal(np.asarray(kept, np.float32), special)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_bfloat16_follows_float32_with_rounding(rng: np.random.Generator, name: str) -> None:
     """Steps far below half a unit of bfloat16 are lost unless they are rounded stochastically."""
@@ -628,6 +630,7 @@ def test_gradients_of_0_clipped_to_0() -> None:
     np.testing.assert_array_equal(got, params)
 
 
+@pytest.mark.few(0)
 @pytest.mark.slow
 def test_muon_clips_and_rounds(rng: np.random.Generator) -> None:
     params = tree(rng)

@@ -46,7 +46,7 @@ def test_peers_over_logits_are_timed(tmp_path: Path) -> None:
         assert all("median_ms" in measure for measure in measures.values()), measures
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("more", "shapes", "distributions", "peers"),
     [
@@ -91,6 +91,7 @@ def test_peers_of_linear_are_timed_and_agree(tmp_path: Path) -> None:
     assert all("tokens" in found[peer]["plan"] for peer in ours)
 
 
+@pytest.mark.few(0)
 @pytest.mark.slow
 def test_errors_of_linear_are_told(tmp_path: Path) -> None:
     found = run(

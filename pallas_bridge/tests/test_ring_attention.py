@@ -141,6 +141,7 @@ def close(found: Any, right: Any, dtype: str) -> None:
     np.testing.assert_allclose(found, right, atol=CLOSE[dtype] * largest, rtol=CLOSE[dtype])
 
 
+@pytest.mark.few(0)
 @NEEDS_DEVICES
 @pytest.mark.slow
 def test_without_jit_and_mapped(rng: np.random.Generator) -> None:

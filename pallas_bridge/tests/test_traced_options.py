@@ -260,6 +260,7 @@ def test_sums_of_chunks_are_rounded_once(
     assert jnp.linalg.norm(summed - whole) < 5e-4 * jnp.linalg.norm(whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.slow
