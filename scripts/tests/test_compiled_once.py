@@ -16,16 +16,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIKE_WORKSPACE = "--package xentile --package xentile-tools --package xentile-xla"
 
-# What scripts/test.sh sets of profiles in CI.
-SETTINGS = dict(
-    re.findall(
-        r"\b(CARGO_(?:INCREMENTAL|PROFILE_\w+))=(\w+)", (ROOT / "scripts" / "test.sh").read_text()
+# What scripts set of profiles in CI.
+SETTINGS = {
+    name: value
+    for script in ("test.sh", "tiers/common.sh")
+    for name, value in re.findall(
+        r"\b(CARGO_(?:INCREMENTAL|PROFILE_\w+))=(\w+)", (ROOT / "scripts" / script).read_text()
     )
-)
+}
 
 
-def units(command: str, tests_set: str = "default") -> dict[str, str]:
-    """What a command compiles in a set: the name of each unit by all that tells it from others."""
+def unit_graph(command: str, tests_set: str = "default") -> list[dict[str, Any]]:
+    """What a command compiles in a set, as cargo lists it."""
     settings = SETTINGS if tests_set == "ci" else {}
     result = subprocess.run(
         ["cargo", *command.split(), "--locked", "--unit-graph", "-Z", "unstable-options"],
@@ -36,6 +38,12 @@ def units(command: str, tests_set: str = "default") -> dict[str, str]:
         check=True,
     )
     graph: list[dict[str, Any]] = json.loads(result.stdout)["units"]
+    return graph
+
+
+def units(command: str, tests_set: str = "default") -> dict[str, str]:
+    """What a command compiles in a set: the name of each unit by all that tells it from others."""
+    graph = unit_graph(command, tests_set)
     keys: dict[int, str] = {}
 
     def key(index: int) -> str:
@@ -61,9 +69,27 @@ def tests() -> dict[str, dict[str, str]]:
     return {name: units(f"test --workspace {flags}", name) for name, flags in SETS.items()}
 
 
+def profiles(command: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """What each unit of a command has of its profile in CI that changes what code does."""
+    names = "opt_level", "debug_assertions", "overflow_checks", "panic", "lto"
+    return {
+        (unit["pkg_id"], unit["target"]["name"], unit["mode"]): {
+            name: unit["profile"][name] for name in names
+        }
+        for unit in unit_graph(command, "ci")
+    }
+
+
 def test_the_profile_release_has_the_settings_of_dev_in_ci() -> None:
-    assert len(SETTINGS) > 3
-    assert units("test --workspace --release", "ci") == units("test --workspace", "ci")
+    """But for kernels for CPUs, which have no checks."""
+    assert len(SETTINGS) > 4
+    release, dev = profiles("test --workspace --release"), profiles("test --workspace")
+    assert release.keys() == dev.keys()
+    differ = [unit for unit in release if release[unit] != dev[unit]]
+    assert differ == [unit for unit in release if "/xentile-cpu#" in unit[0]] != []
+    for unit in differ:
+        without = {"debug_assertions": False, "overflow_checks": False}
+        assert release[unit] == {**dev[unit], **without}, unit
 
 
 @pytest.mark.parametrize("tests_set", SETS)
@@ -94,16 +120,33 @@ def test_a_wheel_in_ci_compiles_nothing_again(tests: dict[str, dict[str, str]]) 
     assert [name for key, name in again.items() if key not in tests["ci"]] == []
 
 
-@pytest.mark.parametrize("tests_set", SETS)
-def test_commands_of_readme_compile_little_again(
-    tests: dict[str, dict[str, str]], tests_set: str
-) -> None:
-    """What has neither kernels for GPUs nor frames for tests, and what is built on it."""
-    again = units("build --release", tests_set)
-    little = {name for key, name in again.items() if key not in tests[tests_set]}
-    cuda = {"xentile_cuda", "build-script-build"} if tests_set == "ci" else set()
+def test_commands_of_readme_compile_little_again(tests: dict[str, dict[str, str]]) -> None:
+    """What has no frames for tests, and what is built on it."""
+    again = units("build --release")
+    little = {name for key, name in again.items() if key not in tests["default"]}
     tools = {"xentile_tools", "gradcheck", "microbench", "xentile"}
-    assert little == {"xla_ffi", "xentile_xla", *tools, *cuda}
+    assert little == {"xla_ffi", "xentile_xla", *tools}
+
+
+@pytest.mark.parametrize("command", ["build --release", "run --release --bin gradcheck"])
+def test_commands_of_readme_compile_nothing_again_in_ci(
+    tests: dict[str, dict[str, str]], command: str
+) -> None:
+    """scripts/tiers/common.sh has a function in cargo's place, which adds features."""
+    program = f"source scripts/tiers/common.sh; command() {{ echo $*; }}; cargo {command}"
+    environment = {**os.environ, "XENTILE_TEST_SET": "ci", "XENTILE_NVCC": "nvcc"}
+    shown = subprocess.run(
+        ["bash", "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # cargo lists no units of `run`.
+    again = units(re.sub("^cargo (build|run)", "build", shown.stdout), "ci")
+    assert "xentile_xla" in again.values()
+    assert [name for key, name in again.items() if key not in tests["ci"]] == []
 
 
 def test_a_package_by_itself_is_compiled_again(tests: dict[str, dict[str, str]]) -> None:

@@ -101,6 +101,24 @@ if [[ $XENTILE_TEST_SET == ci && -n ${XENTILE_NVCC:-} ]]; then
     compile_kernels_once >/dev/null
 fi
 
+# In CI's set also README's commands take what the tier host compiled: cargo adds the features of its tests to
+# builds of the whole workspace, here and in what tiers run.
+if [[ $XENTILE_TEST_SET == ci ]]; then
+    # Of several units of a crate a third of the time goes to optimizing across them.
+    export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
+    export CARGO_FEATURES_OF_TESTS=xla-ffi/testing${cuda:+,$cuda}
+    cargo() {
+        case "$* " in
+            *" -p "* | *" --package "*) command cargo "$@" ;;
+            "build --release "* | "run --release "*)
+                command cargo "$1" --features "$CARGO_FEATURES_OF_TESTS" "${@:2}"
+                ;;
+            *) command cargo "$@" ;;
+        esac
+    }
+    export -f cargo
+fi
+
 # The features that these have together are those of the whole workspace, which host's tests were built
 # with: of a package by itself, what it depends on has fewer, and is compiled again.
 # shellcheck disable=SC2034 # the tiers read it

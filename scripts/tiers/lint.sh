@@ -12,10 +12,8 @@ check rustfmt cargo fmt --all --check
 check "rustfmt, fuzz" cargo fmt --check --manifest-path fuzz/Cargo.toml
 check ruff ruff check "${python[@]}"
 check "ruff format" ruff format --check "${python[@]}"
-check mypy mypy scripts
-check "mypy, pallas_bridge" mypy pallas_bridge/src
-check "mypy, examples" mypy examples/{generate,processes,train,tests}
-check "mypy, benches" mypy benches/{harness.py,transformer_bench,tests}
+check mypy mypy scripts pallas_bridge/src examples/{generate,processes,train,tests} benches/{harness.py,transformer_bench}
+check "mypy, tests of benches" mypy benches/tests
 check "build hook" pytest -q scripts/tests/test_build_hook.py
 check "docs against the tree" pytest -q scripts/tests/test_docs.py
 check "no circles between files" pytest -q scripts/tests/test_circles.py
