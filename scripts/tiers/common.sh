@@ -82,11 +82,12 @@ use_exported_programs() {
 }
 
 # Kernels for GPUs are compiled for the one architecture that has all of them, in every tier, so that a tier
-# finds what another compiled. No tier runs them: that they compile is held, so that they need no optimisation.
+# finds what another compiled. No tier runs them: that they compile to PTX without errors is held, so that they
+# need no optimisation, and one is assembled.
 compile_kernels_once() {
     export XENTILE_CUDA_FAST_COMPILE=1 XENTILE_CUDA_ARCHS=${XENTILE_CUDA_ARCHS:-90a}
     [[ $XENTILE_CUDA_ARCHS != 90a ]] ||
-        echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS; the tier packaging compiles all"
+        echo "left out: kernels for GPUs of other architectures than $XENTILE_CUDA_ARCHS, and assembling more than one; the tier packaging compiles all"
 }
 
 # All is built once: but for the nightly set in the profile that README's commands ask for, and in CI's with

@@ -6,7 +6,7 @@ compile_kernels_once
 status=0
 if [[ -n $cuda ]]; then
     echo "left out: tests of crates without the feature cuda"
-    echo "left out: debug assertions and checks of overflow in xentile-cpu"
+    echo "left out: debug assertions and checks of overflow in xentile and xentile-cpu"
 elif [[ -n ${XENTILE_NVCC:-} ]]; then
     # Whole files of tests, as the feature adds nothing to others. Beside all that has the features of the
     # workspace: the kernels for CPUs are there, and would be compiled again for two packages by themselves.

@@ -128,6 +128,8 @@ def test_shapes_smaller_than_a_register_compile(shape: tuple[int, ...]) -> None:
         assert "xentile_cross_entropy_fused" in text
 
 
+# Each compiles for half a minute.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "vocab"), [(8192, 2048, 128256), (8192, 1536, 151936)], ids=str
