@@ -1,23 +1,26 @@
 """The functions of linear cross-entropy that users call."""
 
+import dataclasses
 from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .. import pallas
+from .. import device_memory, pallas
 from ..checks import as_array, check_flag, check_operand, check_word
 from ..chunk_loops import make_alike
 from ..keywords import hinted, hinted_with
 from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
 from ..losses.aux_outputs import Request
+from ..losses.layouts import find_layout
 from ..losses.options import AxisName, LossKeywords, Reduction, check_options, check_tile
 from ..losses.reduction import token_factors, weighted
-from . import derivative, schedule
+from . import derivative
 from .call import Call
 from .plan import Plan
 from .schedule import Planner
+from .sharding import plan_device
 
 
 class _Keywords(LossKeywords, total=False):
@@ -299,6 +302,7 @@ def explain(
     time_block: int | None = None,
     batch_invariant: bool = False,
     platform: str | None = None,
+    axis_name: AxisName | None = None,
 ) -> Plan:
     """Returns the plan of `linear_cross_entropy`, for arrays or `jax.ShapeDtypeStruct`.
 
@@ -308,39 +312,67 @@ def explain(
     *correct*; other auxiliary outputs take chunks by XLA. Without `batch_invariant` the number of
     tokens decides the plan, and with it the last bits of a token's loss and row of dhidden.
 
+    Arrays or shapes with a `NamedSharding` have the plan of one device, and its `memory` holds what
+    XLA allocates on each for loss and gradients, with what devices exchange: the program under
+    `jax.jit` is compiled for the mesh, gradients sharded as their arrays. `axis_name` is that of
+    the loss; within `jax.shard_map`, arrays are a device's own, and nothing is compiled.
+
     Returns:
       The plan, with schedule, chunk or tile, products (GEMMs) and scratch; `print` shows a line.
 
     Raises:
       TypeError: a dtype that is not taken, or an option that is no number.
-      ValueError: shapes that disagree, a budget below the least, a tile that is not taken, or an
-        unknown platform.
+      ValueError: shapes that disagree or that a mesh does not divide, a budget below the least, a
+        tile that is not taken, an unknown platform, or one that is not the mesh's.
     """
     tile = check_tile(time_block, block_size)
     batch_invariant = check_flag("batch_invariant", batch_invariant)
     check_word("reduction", reduction, get_args(Reduction))
     given = {"hidden": (hidden, "[.., D]"), "weight": (weight, "[V, D] or [D, V]")}
     given |= {} if bias is None else {"bias": (bias, "[V]")}
-    for name, (one, right) in given.items():
-        if not isinstance(one, jax.ShapeDtypeStruct):
-            given[name] = as_array(name, one, f"{right}, or its shape and dtype"), right
-    hidden, weight, bias = (given.get(name, (None,))[0] for name in ("hidden", "weight", "bias"))
-    if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
-        hidden, weight = jax.eval_shape(promote_operands, hidden, weight)
+    arrays = {
+        name: one
+        if isinstance(one, jax.ShapeDtypeStruct)
+        else as_array(name, one, f"{right}, or its shape and dtype")
+        for name, (one, right) in given.items()
+    }
+    hidden, weight, bias = (arrays.get(name) for name in ("hidden", "weight", "bias"))
     axis = find_vocab_axis(hidden, weight, bias, vocab_axis)
-    planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
-    plan, cuda, cpu = planner.plan_passes((hidden, weight, bias), reduced=reduction != "none")
-    if plan.batch_invariant:
-        return plan
-    if platform is None:
-        device = jax.devices()[0]
-        names = {"gpu": "cuda", "tpu": device.device_kind}
-        platform = names.get(device.platform, "cpu")
-    calls = {"cpu": cpu if schedule.has_cpu_calls() else None, "cuda": cuda}
+    mesh = device_memory.find_mesh(**arrays)
+    platform = device_memory.find_platform(mesh, platform)
     tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
-    check_word("platform", platform, (*calls, *tpus), or_none=True)
-    if platform in calls:
-        return calls[platform] or plan
-    from . import pallas_tpu  # late: it takes as long to import as all the rest
+    check_word("platform", platform, ("cpu", "cuda", *tpus), or_none=True)
+    layout = find_layout(hidden, weight, axis, axis_name)
+    own = (hidden, weight) if layout is None else layout.device_shapes(hidden, weight)
+    if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
+        own = jax.eval_shape(promote_operands, *own)
+    planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
+    plan, calls = plan_device(planner, layout, (*own, bias), reduced=reduction != "none")
+    if platform in tpus and not plan.batch_invariant:
+        from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-    return pallas_tpu.plan(tpus[platform], plan, (hidden, weight, bias), axis, tile)
+        plan = pallas_tpu.plan(tpus[platform], plan, (*own, bias), axis, tile)
+    plan = calls.get(platform) or plan
+    if mesh is None:
+        return plan
+
+    def loss(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            reduction=reduction,
+            vocab_axis=axis,
+            max_scratch_bytes=max_scratch_bytes,
+            block_size=block_size,
+            time_block=time_block,
+            batch_invariant=batch_invariant,
+            axis_name=axis_name,
+        )
+
+    labels, numbers = (device_memory.rows_of(hidden, dtype) for dtype in (jnp.int32, jnp.float32))
+    cotangents = numbers if reduction == "none" else None
+    operands = hidden, weight, bias
+    memory = device_memory.measure_vjp(mesh, loss, operands, labels, cotangents=cotangents)
+    return dataclasses.replace(plan, memory=memory)

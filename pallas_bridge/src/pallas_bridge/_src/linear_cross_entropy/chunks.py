@@ -11,7 +11,8 @@ Logits and dlogits are f32. dlogits are rounded once, to be an operand of a GEMM
 the weight are summed in f32.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,11 +36,12 @@ from ..losses.options import Options
 from ..losses.vocab_shards import Loss, shard_cotangents, shard_labels, shard_options, two_sum
 
 
-def keeps_dlogits(operands: Operands) -> bool:
+def keeps_dlogits(operands: Sequence[Any]) -> bool:
     """Whether dlogits of all tokens take no more memory than sums of dweight in f32."""
-    hidden, weight, bias, labels = operands
+    hidden, weight, bias, *_ = operands
+    *tokens, width = hidden.shape
     row_bytes = operand_dtype(hidden, weight).itemsize
-    return bias is None and labels.size * row_bytes <= 4 * hidden.shape[-1]
+    return bias is None and math.prod(tokens) * row_bytes <= 4 * width
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ..chunk_loops import even_chunk, held_extent
+from ..device_memory import DeviceMemory
 from ..logits_gemms import BLOCK, operand_dtype
 from ..losses.options import LINE
 
@@ -135,6 +136,8 @@ class Plan:
     # Whether the number of tokens is symbolic: every chunk has so many, the last of them padded,
     # and scratch is what does not grow with them.
     any_count: bool = False
+    # What each device of a mesh holds for loss and gradients, where arrays are placed on one.
+    memory: DeviceMemory | None = None
 
     def __str__(self) -> str:
         """The schedule, what it costs and what it takes."""
@@ -156,6 +159,7 @@ class Plan:
         return (
             f"{self.schedule}: {self.tokens} tokens x {self.columns} columns at a time{how}, "
             f"{self.products:.3g} products, {scratch:.1f} MiB of scratch (at most {most:.1f})"
+            f"{self.memory or ''}"
         )
 
     @property

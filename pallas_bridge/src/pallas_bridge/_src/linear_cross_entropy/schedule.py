@@ -75,7 +75,7 @@ class Planner:
         """Returns options for the kernels over logits with so many columns."""
         return options.anywhere(vocab) if self.gemms.isolated else options
 
-    def fused_shard_tokens(self, operands: Operands, *, no_calls: bool = False) -> int:
+    def fused_shard_tokens(self, operands: Sequence[Any], *, no_calls: bool = False) -> int:
         """Returns the tokens of a chunk of the forward pass that makes a shard's gradients too.
 
         0 if none does: where the library's calls, unless there are `no_calls`, are faster than

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import meshes
 from ..compat import shards_by_shardy
@@ -55,6 +55,19 @@ class Layout:
             if names:
                 weight = jax.lax.all_gather(weight, names, axis=axis, tiled=True)
         return weight
+
+    def device_shapes(self, hidden: Any, weight: Any) -> tuple[Any, Any]:
+        """Returns shapes of hidden states and the weight as a device's GEMMs take them."""
+        if self.mesh is None:
+            return hidden, weight
+        kept = zip(self.weight, self.gathered or ((), ()), strict=True)
+        specs = self.tokens, PartitionSpec(*(None if names else one for one, names in kept))
+        shapes = (
+            NamedSharding(self.mesh, spec).shard_shape(array.shape)
+            for array, spec in zip((hidden, weight), specs, strict=True)
+        )
+        own_hidden, own_weight = map(jax.ShapeDtypeStruct, shapes, (hidden.dtype, weight.dtype))
+        return own_hidden, own_weight
 
     def total(self, loss: jax.Array) -> jax.Array:
         """Returns the sum over all tokens of sums over a device's."""
