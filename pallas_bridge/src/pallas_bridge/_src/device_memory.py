@@ -1,7 +1,7 @@
 """What one device of a mesh holds for a program of arrays that are sharded over the mesh."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import spec_of
-from .meshes import sharded_over, shown
+from .checks import as_array, check_word
+from .meshes import explicit_axes, sharded_over, shown
 
 
 class DeviceMemory(NamedTuple):
@@ -21,8 +22,21 @@ class DeviceMemory(NamedTuple):
 
     def __str__(self) -> str:
         """What a plan's text ends with."""
-        parts = ", ".join(f"{count / 2**20:.1f} of {name}" for name, count in self._asdict().items())
+        pairs = self._asdict().items()
+        parts = ", ".join(f"{count / 2**20:.1f} of {name}" for name, count in pairs)
         return f"; MiB on each device: {parts}"
+
+
+def as_shape(name: str, value: Any) -> Any:
+    """Returns an argument that is an array, or its shape and dtype."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return as_array(name, value, "an array, or its shape and dtype")
+
+
+def is_explicit(mesh: Mesh | None) -> bool:
+    """Whether a mesh has several devices and an explicit axis."""
+    return mesh is not None and mesh.size > 1 and bool(explicit_axes(mesh))
 
 
 def find_mesh(**arrays: Any) -> Mesh | None:
@@ -64,12 +78,13 @@ def find_mesh(**arrays: Any) -> Mesh | None:
     return mesh
 
 
-def find_platform(mesh: Mesh | None, platform: str | None) -> str:
+def find_platform(mesh: Mesh | None, platform: str | None, words: Iterable[str]) -> str:
     """Returns "cpu", "cuda" or the kind of a TPU: `platform`, or that of a mesh or of JAX if None.
 
     Raises:
-        ValueError: the mesh has devices of another platform.
+        ValueError: it is none of `words`, or the mesh has devices of another platform.
     """
+    check_word("platform", platform, words, or_none=True)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     names = {"gpu": "cuda", "tpu": device.device_kind}
     found = names.get(device.platform, "cpu")
@@ -81,32 +96,26 @@ def find_platform(mesh: Mesh | None, platform: str | None) -> str:
     return platform or found
 
 
-def rows_of(array: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array of a number for each row of another, sharded likewise."""
-    sharding = NamedSharding(array.sharding.mesh, PartitionSpec(*spec_of(array)[:-1]))
-    return jax.ShapeDtypeStruct(array.shape[:-1], dtype, sharding=sharding)
+def measure_loss(mesh: Mesh, loss: Callable[..., Any], operands: Sequence[Any]) -> DeviceMemory:
+    """Returns the memory of loss(*operands, labels) and its gradients, compiled for a mesh.
 
-
-def measure_vjp(
-    mesh: Mesh,
-    function: Callable[..., jax.Array],
-    operands: Sequence[Any],
-    *others: Any,
-    cotangents: Any = None,
-) -> DeviceMemory:
-    """Returns the memory of function(*operands, *others) and its gradients, compiled for a mesh.
-
-    Operands have gradients, sharded as operands are; cotangents of None are ones.
+    The first operand has a row for each label. Gradients are sharded as operands are. A loss of
+    each label has a cotangent of each, an argument.
     """
+    first, *_ = operands
+    tokens = NamedSharding(mesh, PartitionSpec(*spec_of(first)[:-1]))
 
-    def run(operands: Sequence[Any], others: Any, cotangents: Any) -> Any:
-        outputs, vjp = jax.vjp(lambda *given: function(*given, *others), *operands)
-        return outputs, vjp(jnp.ones_like(outputs) if cotangents is None else cotangents)
+    def run(operands: Any, labels: Any, cotangents: Any) -> Any:
+        losses, vjp = jax.vjp(lambda *given: loss(*given, labels), *operands)
+        return losses, vjp(cotangents if losses.ndim else jnp.ones_like(losses))
 
+    per_token = (
+        jax.ShapeDtypeStruct(first.shape[:-1], dtype, sharding=tokens)
+        for dtype in (jnp.int32, jnp.float32)
+    )
     step = jax.jit(run, out_shardings=(None, jax.tree.map(lambda one: one.sharding, operands)))
     with jax.set_mesh(mesh):
-        program = step.lower(operands, others, cotangents).compile()
-    found: Any = program.memory_analysis()
+        found: Any = step.lower(operands, *per_token).compile().memory_analysis()
     return DeviceMemory(
         arguments=found.argument_size_in_bytes,
         results=found.output_size_in_bytes,

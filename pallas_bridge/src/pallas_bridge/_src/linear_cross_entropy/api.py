@@ -8,33 +8,31 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import device_memory, pallas
-from ..checks import as_array, check_flag, check_operand, check_word
+from ..checks import as_array, check_operand, check_word
 from ..chunk_loops import make_alike
-from ..keywords import hinted, hinted_with
-from ..logits_gemms import Gemms, Operands, find_vocab_axis, promote_operands
+from ..keywords import hinted_with
+from ..logits_gemms import Operands, promote_operands
 from ..losses.aux_outputs import Request
 from ..losses.layouts import find_layout
-from ..losses.options import AxisName, LossKeywords, Reduction, check_options, check_tile
+from ..losses.options import AxisName, LossKeywords, Reduction, check_options
 from ..losses.reduction import token_factors, weighted
-from . import derivative
+from . import derivative, schedule
 from .call import Call
 from .plan import Plan
-from .schedule import Planner
-from .sharding import plan_device
 
 
-class _Keywords(LossKeywords, total=False):
+class _PlanKeywords(LossKeywords, total=False):
     """The options that all functions have; `Call` and `check_options` have their defaults."""
 
-    bias: ArrayLike | None
     vocab_axis: int | None
     max_scratch_bytes: int | None
     batch_invariant: bool
 
 
-class _ShardedKeywords(_Keywords, total=False):
+class _ShardedKeywords(_PlanKeywords, total=False):
     """The options of functions whose weight may be sharded; `Call.place` has the default."""
 
+    bias: ArrayLike | None
     axis_name: AxisName | None
 
 
@@ -150,12 +148,10 @@ def linear_cross_entropy(
         of chunks of 4096 tokens: their logits in float32, a 16-bit gradient of these for 16-bit
         operands, and, for more tokens and a 16-bit weight, V * D sums in float32. On GPUs logits
         have the dtype of operands, and the default is at least 256 MiB. For a symbolic number of
-        tokens the budget is for what does not grow with it, and None stands for chunks of 512; in
-        addition there are 32 bytes a token, and a padded copy of hidden states and their gradient.
-      block_size: vocabulary columns of a tile; None for the tuned number. On CPUs it is the width
-        of a block of columns, narrowed to fit `max_scratch_bytes`; on TPUs that of both kernels, a
-        multiple of 128, narrowed to fit VMEM; on GPUs, and in chunks by XLA, that of the kernels
-        over logits. It changes the order of sums, and so their last bits.
+        tokens the budget is for what does not grow with it, and None stands for chunks of 512.
+      block_size: vocabulary columns of a tile, at most; None for the tuned number. It is narrowed
+        to fit `max_scratch_bytes` on CPUs, and VMEM on TPUs, where it is a multiple of 128. It
+        changes the order of sums, and so their last bits.
       time_block: tokens of a tile, likewise; on CPUs those of a task, which change no bit.
       implementation: "reference" for the dense program of XLA; else as for `cross_entropy`.
       axis_name: the mesh axis that the vocabulary of `weight` and `bias` is sharded over, or
@@ -208,7 +204,8 @@ def linear_cross_entropy_value_and_grad(
     dweight_sums: ArrayLike,
     reduction: Literal["mean", "sum"] = "mean",
     weights: ArrayLike | None = None,
-    **options: Unpack[_Keywords],
+    bias: ArrayLike | None = None,
+    **options: Unpack[_PlanKeywords],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Loss and gradients of a microbatch, with the weight's accumulated in f32.
 
@@ -224,13 +221,11 @@ def linear_cross_entropy_value_and_grad(
       (loss, (dhidden, dweight_sums)), or (loss, (dhidden, dweight_sums, dbias)) with a bias.
 
     Raises:
-      TypeError: sums that are not float32, a dtype that is not taken, or an option that is no
-        number.
-      ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+      TypeError, ValueError: as for `linear_cross_entropy`, and for sums that are not float32.
     """
     check_word("reduction", reduction, ("mean", "sum"))
     hidden = as_array("hidden", hidden, "[.., D]")
-    call = Call(hidden, weight, labels, weights, takes_traced=False, **options)
+    call = Call(hidden, weight, labels, weights, takes_traced=False, bias=bias, **options)
     operands = call.flat
     factors = token_factors(call.options, reduction, call.labels, call.weights).reshape(-1)
     sums = as_array("dweight_sums", dweight_sums, "of the shape of weight")
@@ -277,8 +272,7 @@ def linear_cross_entropy_per_token(
       that are requested, as for `linear_cross_entropy`.
 
     Raises:
-      TypeError: a dtype that is not taken, or an option that is no number or is traced.
-      ValueError: shapes that disagree, an option outside its range, or a budget below the least.
+      TypeError, ValueError: as for `linear_cross_entropy`.
     """
     axis_name = options.pop("axis_name", None)
     call = Call(hidden, weight, labels, None, return_lse, **options)
@@ -289,90 +283,78 @@ def linear_cross_entropy_per_token(
     return loss, found.logps, *requested.select(found)
 
 
-@hinted
+@hinted_with(check_options, Call.__init__)
 def explain(
     hidden: Any,
     weight: Any,
     *,
     bias: Any = None,
     reduction: Reduction = "mean",
-    vocab_axis: int | None = None,
-    max_scratch_bytes: int | None = None,
-    block_size: int | None = None,
-    time_block: int | None = None,
-    batch_invariant: bool = False,
     platform: str | None = None,
     axis_name: AxisName | None = None,
+    **options: Unpack[_PlanKeywords],
 ) -> Plan:
     """Returns the plan of `linear_cross_entropy`, for arrays or `jax.ShapeDtypeStruct`.
 
-    `platform` is "cpu", "cuda" or "tpu", or a kind of TPU as JAX names it ("TPU v6 lite"); None
-    stands for JAX's default device. Programs for TPUs that XLA shards over a mesh take no kernels.
-    The plan is that of a loss alone, at any temperature, and on GPUs also of one with entropy and
-    *correct*; other auxiliary outputs take chunks by XLA. Without `batch_invariant` the number of
-    tokens decides the plan, and with it the last bits of a token's loss and row of dhidden.
+    The other options are those of the loss. `platform` is "cpu", "cuda" or "tpu", or a kind of TPU
+    as JAX names it ("TPU v6 lite"); None stands for that of the mesh, or JAX's default device.
+    Programs for TPUs that XLA shards over a mesh take no kernels. The plan is that of a loss alone,
+    and on GPUs also of one with entropy and *correct*; other auxiliary outputs take chunks by XLA.
 
-    Arrays or shapes with a `NamedSharding` have the plan of one device, and its `memory` holds what
-    XLA allocates on each for loss and gradients, with what devices exchange: the program under
-    `jax.jit` is compiled for the mesh, gradients sharded as their arrays. `axis_name` is that of
-    the loss; within `jax.shard_map`, arrays are a device's own, and nothing is compiled.
+    Arrays with a `NamedSharding` have the plan of one device, and `memory`: what each device holds
+    for loss and gradients, sharded as their arrays, by XLA's analysis of the program of `jax.jit`,
+    which is compiled. Within `jax.shard_map`, arrays are a device's own, and there is no `memory`.
 
     Returns:
       The plan, with schedule, chunk or tile, products (GEMMs) and scratch; `print` shows a line.
 
     Raises:
-      TypeError: a dtype that is not taken, or an option that is no number.
-      ValueError: shapes that disagree or that a mesh does not divide, a budget below the least, a
-        tile that is not taken, an unknown platform, or one that is not the mesh's.
+      TypeError, ValueError: as for `linear_cross_entropy`, and for a platform that is unknown or
+        not the mesh's, shapes that a mesh does not divide, and a mesh without devices.
     """
-    tile = check_tile(time_block, block_size)
-    batch_invariant = check_flag("batch_invariant", batch_invariant)
     check_word("reduction", reduction, get_args(Reduction))
-    given = {"hidden": (hidden, "[.., D]"), "weight": (weight, "[V, D] or [D, V]")}
-    given |= {} if bias is None else {"bias": (bias, "[V]")}
-    arrays = {
-        name: one
-        if isinstance(one, jax.ShapeDtypeStruct)
-        else as_array(name, one, f"{right}, or its shape and dtype")
-        for name, (one, right) in given.items()
-    }
-    hidden, weight, bias = (arrays.get(name) for name in ("hidden", "weight", "bias"))
-    axis = find_vocab_axis(hidden, weight, bias, vocab_axis)
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    arrays = {name: device_memory.as_shape(name, x) for name, x in given.items() if x is not None}
+    checked: list[Call] = []
+
+    def check(hidden: Any, weight: Any, bias: Any = None) -> None:
+        labels = jnp.zeros(hidden.shape[:-1], jnp.int32)
+        checked.append(Call(hidden, weight, labels, None, bias=bias, **options))
+
+    jax.eval_shape(check, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()))
+    (call,) = checked
+    if options.get("implementation") == "reference":
+        raise ValueError("implementation is 'reference', whose program has all logits, and no plan")
     mesh = device_memory.find_mesh(**arrays)
-    platform = device_memory.find_platform(mesh, platform)
     tpus = {"tpu": pallas.ANY, **pallas.TARGETS}
-    check_word("platform", platform, ("cpu", "cuda", *tpus), or_none=True)
-    layout = find_layout(hidden, weight, axis, axis_name)
+    platform = device_memory.find_platform(mesh, platform, ("cpu", "cuda", *tpus))
+    hidden, weight, bias = (*arrays.values(), None)[:3]
+    layout = find_layout(hidden, weight, call.axis, axis_name)
     own = (hidden, weight) if layout is None else layout.device_shapes(hidden, weight)
-    if jnp.float32 not in (dtypes := {hidden.dtype, weight.dtype}) and len(dtypes) > 1:
-        own = jax.eval_shape(promote_operands, *own)
-    planner = Planner(Gemms(axis, batch_invariant), tile, max_scratch_bytes)
-    plan, calls = plan_device(planner, layout, (*own, bias), reduced=reduction != "none")
+    operands = *jax.eval_shape(promote_operands, *own), bias
+    reduced = reduction != "none"
+    no_calls = device_memory.is_explicit(mesh) if layout is None else layout.leaves_axes
+    if reduced and not axis_name and mesh is not None and not device_memory.is_explicit(mesh):
+        # One pass makes devices' gradients if the plan of whole arrays says so.
+        whole = Operands(hidden, weight, bias, hidden)
+        reduced = call.planner.schedule(call.options, whole, reduced=True).is_fused
+    if layout is not None and layout.has_shards:
+        # The pass that makes a shard's loss and gradients is chunks in XLA.
+        reduced = reduced and call.planner.fused_shard_tokens(operands, no_calls=no_calls) > 0
+        no_calls |= reduced
+    plan, cuda, cpu = call.planner.plan_passes(operands, reduced=reduced)
+    calls = {"cuda": cuda, "cpu": cpu if schedule.has_cpu_calls() else None}
+    plan = (None if no_calls else calls.get(platform)) or plan
     if platform in tpus and not plan.batch_invariant:
         from . import pallas_tpu  # late: it takes as long to import as all the rest
 
-        plan = pallas_tpu.plan(tpus[platform], plan, (*own, bias), axis, tile)
-    plan = calls.get(platform) or plan
+        plan = pallas_tpu.plan(tpus[platform], plan, operands, call.axis, call.options.tile)
     if mesh is None:
         return plan
 
     def loss(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            reduction=reduction,
-            vocab_axis=axis,
-            max_scratch_bytes=max_scratch_bytes,
-            block_size=block_size,
-            time_block=time_block,
-            batch_invariant=batch_invariant,
-            axis_name=axis_name,
-        )
+        more: Any = {"reduction": reduction, "axis_name": axis_name, **options}
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, **more)
 
-    labels, numbers = (device_memory.rows_of(hidden, dtype) for dtype in (jnp.int32, jnp.float32))
-    cotangents = numbers if reduction == "none" else None
-    operands = hidden, weight, bias
-    memory = device_memory.measure_vjp(mesh, loss, operands, labels, cotangents=cotangents)
+    memory = device_memory.measure_loss(mesh, loss, (hidden, weight, bias))
     return dataclasses.replace(plan, memory=memory)

@@ -11,7 +11,6 @@ Logits and dlogits are f32. dlogits are rounded once, to be an operand of a GEMM
 the weight are summed in f32.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +38,8 @@ from ..losses.vocab_shards import Loss, shard_cotangents, shard_labels, shard_op
 def keeps_dlogits(operands: Sequence[Any]) -> bool:
     """Whether dlogits of all tokens take no more memory than sums of dweight in f32."""
     hidden, weight, bias, *_ = operands
-    *tokens, width = hidden.shape
     row_bytes = operand_dtype(hidden, weight).itemsize
-    return bias is None and math.prod(tokens) * row_bytes <= 4 * width
+    return bias is None and hidden.size * row_bytes <= 4 * hidden.shape[-1] ** 2
 
 
 @dataclass(frozen=True)

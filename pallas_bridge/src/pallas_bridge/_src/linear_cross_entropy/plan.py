@@ -176,9 +176,8 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None, *, isolated: bo
     Raises:
         ValueError: nothing fits, and what would.
     """
-    is_symbolic = not isinstance(problem.tokens, int)
-    if isolated or is_symbolic:
-        return (plan_equal_chunks if isolated else plan_symbolic)(problem, max_scratch_bytes)
+    if isolated or not isinstance(problem.tokens, int):
+        return plan_padded(problem, max_scratch_bytes, isolated=isolated)
     limit = max_scratch_bytes
     if limit is None:
         limit = token_chunk_scratch(problem, min(USUAL_TOKENS, problem.tokens))
@@ -186,49 +185,37 @@ def plan_chunks(problem: Problem, max_scratch_bytes: int | None, *, isolated: bo
     return fitting or _plan_fitting_tiles(problem, limit)
 
 
-def plan_equal_chunks(problem: Problem, max_scratch_bytes: int | None) -> Plan:
-    """Returns the plan whose GEMMs have one shape, however many tokens there are.
+def plan_padded(problem: Problem, max_scratch_bytes: int | None, *, isolated: bool) -> Plan:
+    """Returns the plan of the fewest GEMMs that fits, of chunks of one size, the last one padded.
 
-    Raises:
-        ValueError: a budget below what it takes.
-    """
-    tokens = INVARIANT_TOKENS
-    any_count = not isinstance(problem.tokens, int)
-    if any_count:
-        scratch = _fixed_scratch(problem, tokens)
-    else:
-        padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
-        scratch = token_chunk_scratch(padded, tokens)
-        if padded != problem:
-            # Hidden states with padding, and their gradient.
-            scratch += 2 * padded.tokens * problem.hidden * problem.hidden_bytes
-    limit = scratch if max_scratch_bytes is None else max_scratch_bytes
-    if scratch > limit:
-        raise ValueError(
-            f"max_scratch_bytes is {limit}; batch_invariant takes chunks of {tokens} tokens, and "
-            f"{scratch} for {problem.tokens} tokens, {problem.hidden} hidden columns and a "
-            f"vocabulary of {problem.vocab}"
-        )
-    plan = Plan("tokens", tokens, problem.vocab, problem.products, scratch, limit)
-    return dataclasses.replace(plan, batch_invariant=True, any_count=any_count)
-
-
-def plan_symbolic(problem: Problem, max_scratch_bytes: int | None) -> Plan:
-    """Returns the plan of the fewest GEMMs that fits, for a symbolic number of tokens.
-
-    The budget is for what does not grow with them. A chunk has few tokens, as the last is padded.
+    For a symbolic number of tokens, the budget is for what does not grow with it.
 
     Raises:
         ValueError: nothing fits, and what would.
     """
-    usual = _fixed_scratch(problem, INVARIANT_TOKENS)
+    any_count = not isinstance(problem.tokens, int)
+
+    def scratch_bytes(tokens: int) -> int:
+        if any_count:
+            return _fixed_scratch(problem, tokens)
+        padded = dataclasses.replace(problem, tokens=-(-problem.tokens // tokens) * tokens)
+        # Hidden states with padding, and their gradient.
+        rows = 0 if padded == problem else 2 * padded.tokens
+        return token_chunk_scratch(padded, tokens) + rows * problem.hidden * problem.hidden_bytes
+
+    usual = scratch_bytes(INVARIANT_TOKENS)
     limit = usual if max_scratch_bytes is None else max_scratch_bytes
-    for tokens in (INVARIANT_TOKENS, LEAST_TOKENS):
-        scratch = _fixed_scratch(problem, tokens)
-        if scratch <= limit:
-            fixed = tokens, problem.vocab, problem.products, scratch, limit
-            return Plan("tokens", *fixed, any_count=True)
-    return _plan_fitting_tiles(problem, limit)
+    for tokens in (INVARIANT_TOKENS,) if isolated else (INVARIANT_TOKENS, LEAST_TOKENS):
+        if (scratch := scratch_bytes(tokens)) <= limit:
+            plan = Plan("tokens", tokens, problem.vocab, problem.products, scratch, limit)
+            return dataclasses.replace(plan, batch_invariant=isolated, any_count=any_count)
+    if not isolated:
+        return _plan_fitting_tiles(problem, limit)
+    raise ValueError(
+        f"max_scratch_bytes is {limit}; batch_invariant takes chunks of {INVARIANT_TOKENS} tokens, "
+        f"and {usual} for {problem.tokens} tokens, {problem.hidden} hidden columns and a "
+        f"vocabulary of {problem.vocab}"
+    )
 
 
 def _fixed_scratch(problem: Problem, tokens: int, columns: int | None = None) -> int:

@@ -12,19 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import get_abstract_mesh
 
 from .. import auto_partitioning, gathering
 from ..bound import Bound
 from ..logits_gemms import Operands
-from ..losses.layouts import Layout
 from ..losses.vocab_shards import OverDevices, shard_options
 from ..meshes import Names, sum_wide
 from . import derivative
 from .declaration import OPERATION
 from .derivative import LinearLoss, Saved
-from .plan import Plan
-from .schedule import OUTPUT_COUNTS, PassName, Planner, Schedule, has_cpu_calls
+from .schedule import OUTPUT_COUNTS, PassName, Schedule
 
 # Axes of the vocabulary and of hidden states; those of tokens are numbered.
 V, D = "V", "D"
@@ -163,18 +160,3 @@ class _Pass:
         dhidden, *others = gradients
         others = jax.tree.map(partial(sum_wide, tokens), others)
         return *outputs, sum_wide(columns, dhidden), *others
-
-
-def plan_device(
-    planner: Planner, layout: Layout | None, operands: Sequence[Any], *, reduced: bool
-) -> tuple[Plan, dict[str, Plan | None]]:
-    """Returns the plans of a device's operands: chunks in XLA, and calls by platform."""
-    no_calls = layout is not None and layout.leaves_axes
-    if layout is not None and layout.names:
-        mesh = get_abstract_mesh() if layout.mesh is None else layout.mesh
-        if any(mesh.shape[name] > 1 for name in layout.names):
-            # A shard's forward pass makes gradients in chunks by XLA alone.
-            reduced = reduced and planner.fused_shard_tokens(operands, no_calls=no_calls) > 0
-            no_calls |= reduced
-    plan, cuda, cpu = planner.plan_passes(operands, reduced=reduced)
-    return plan, {} if no_calls else {"cuda": cuda, "cpu": cpu if has_cpu_calls() else None}

@@ -41,6 +41,12 @@ class Layout:
         return WHOLE if exchange.count == 1 else exchange
 
     @property
+    def has_shards(self) -> bool:
+        """Whether devices have shards of the vocabulary."""
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        return any(mesh.shape[name] > 1 for name in self.names)
+
+    @property
     def leaves_axes(self) -> bool:
         """Whether XLA shards over other axes of the mesh, so that no kernel takes a GEMM.
 
