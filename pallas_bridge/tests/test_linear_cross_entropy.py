@@ -234,7 +234,7 @@ def test_a_bias_in_a_call_of_the_library(
 @pytest.mark.parametrize("mib", [1, 2, 20])
 def test_logits_that_a_cpu_keeps(rng: np.random.Generator, mib: int, axis: int) -> None:
     hidden, weight, _, labels = problem(rng, jnp.bfloat16, tokens=300)
-    how = {"vocab_axis": axis, "max_scratch_bytes": mib * 2**20}
+    how: dict[str, Any] = {"vocab_axis": axis, "max_scratch_bytes": mib * 2**20}
     weight = weight.T if axis else weight
     plan = explain(hidden, weight, platform="cpu", **how)
     # In the memory of dweight 24 columns of a row, and in the scratch those of 300 as can be.
@@ -281,7 +281,7 @@ def test_logits_that_are_kept_and_products_of_many_blocks(
     labels = rng.integers(0, vocab, tokens)
     labels[rng.random(tokens) < 0.1] = 7
     limit = tokens * vocab * 2 * twelfths // 12
-    how = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
+    how: dict[str, Any] = {"reduction": reduction, "max_scratch_bytes": limit, "platform": "cuda"}
     plan = explain(hidden, weight, bias=bias, **how)
     assert (plan.saved_columns is not None) == kept and (plan.products == 3) == (twelfths == 7)
     options = {"reduction": reduction, **options}
@@ -554,7 +554,10 @@ def test_plans_for_cpus_fit(rng: np.random.Generator, monkeypatch: pytest.Monkey
         x = jax.ShapeDtypeStruct((tokens, width), dtype)
         w = jax.ShapeDtypeStruct((width, vocab) if axis else (vocab, width), dtype)
         b = jax.ShapeDtypeStruct((vocab,), jnp.float32) if rng.integers(2) else None
-        how = {"reduction": "mean" if reduced else "none", "max_scratch_bytes": budget}
+        how: dict[str, Any] = {
+            "reduction": "mean" if reduced else "none",
+            "max_scratch_bytes": budget,
+        }
         try:
             plan = explain(x, w, bias=b, vocab_axis=axis, platform="cpu", **how)
         except ValueError as refusal:
@@ -678,7 +681,11 @@ def test_plans_for_gpus_fit(rng: np.random.Generator) -> None:
         budget = int(2 ** rng.uniform(22, 33))
         x = jax.ShapeDtypeStruct((tokens, width), dtype)
         w = jax.ShapeDtypeStruct((vocab, width), dtype)
-        how = {"vocab_axis": 0, "reduction": "mean" if reduced else "none", "platform": "cuda"}
+        how: dict[str, Any] = {
+            "vocab_axis": 0,
+            "reduction": "mean" if reduced else "none",
+            "platform": "cuda",
+        }
         try:
             plan = explain(x, w, max_scratch_bytes=budget, **how)
         except ValueError as error:
