@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("flax", reason="needs flax, which the library does not")
 
 import layers
+import optax
 from flax import nnx
 from layers import draw
 
 from pallas_bridge import linear_cross_entropy, nn
 from pallas_bridge import nnx as ours
+from pallas_bridge import optax as ours_of_optax
 
 # The layer of ours, and of Flax.
 NORMS = [(ours.RMSNorm, nnx.RMSNorm), (ours.LayerNorm, nnx.LayerNorm)]
@@ -437,3 +439,29 @@ def test_lm_head_in_bfloat16(rng: np.random.Generator) -> None:
     gradients = nnx.grad(lambda head: head(hidden, labels))(head)
     np.testing.assert_array_equal(head(hidden, labels), wanted)
     assert gradients["kernel"][...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam8bit", "lion8bit", "muon"])
+def test_optimizers_in_that_of_flax(rng: np.random.Generator, name: str) -> None:
+    """From the second step on Flax hands them the nodes of their state as mappings."""
+    layer, tx = nnx.Linear(64, 128, rngs=nnx.Rngs(0)), getattr(ours_of_optax, name)(1e-2)
+    params = nnx.as_pure(nnx.state(layer, nnx.Param))
+    optimizer, state = nnx.Optimizer(layer, tx, wrt=nnx.Param), tx.init(params)
+
+    @nnx.jit
+    def step(layer: Any, optimizer: Any, grads: Any) -> None:
+        optimizer.update(layer, grads)
+
+    @jax.jit
+    def right(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        grads = jax.tree.map(lambda one: draw(rng, *one.shape), nnx.state(layer, nnx.Param))
+        params, state = right(nnx.as_pure(grads), state, params)
+        step(layer, optimizer, grads)
+    found = nnx.as_pure(nnx.state(layer, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    kept = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.leaves(state))

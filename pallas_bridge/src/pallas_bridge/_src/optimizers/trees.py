@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ def check_moments(name: str, moments: Any, params: Any, *, quantizes: bool) -> l
         TypeError: an array of another dtype.
         ValueError: another tree, shape or block size than this optimizer keeps.
     """
-    leaves = flatten_like(f"state.{name}", moments, params)
+    leaves = flatten_like(f"state.{name}", _paired(moments), params)
     for path, leaf, param in zip(paths(params), leaves, jax.tree.leaves(params), strict=True):
         named, shape = f"state.{name}{path}", jnp.shape(param)
         values = leaf.codes if is_quantized(leaf) else leaf
@@ -161,6 +161,25 @@ def check_moments(name: str, moments: Any, params: Any, *, quantizes: bool) -> l
                 f"for each block of one of {BLOCKS}"
             )
     return leaves
+
+
+def _paired(moments: Any) -> Any:
+    """Returns a moment in which mappings of codes and scales are `Quantized`.
+
+    `flax.nnx.Optimizer` keeps the nodes of a state that an update returned as mappings.
+    """
+
+    def restored(node: Any) -> Any:
+        return Quantized(node["codes"], node["scales"]) if _is_pair(node) else node
+
+    return jax.tree.map(restored, moments, is_leaf=lambda one: is_quantized(one) or _is_pair(one))
+
+
+def _is_pair(node: Any) -> bool:
+    """Whether a node has what a `Quantized` has, and is no dict of parameters of these names."""
+    if not isinstance(node, Mapping) or {*node} != {*Quantized._fields}:
+        return False
+    return bool(getattr(node["codes"], "dtype", None) == np.uint8)
 
 
 def check_count(count: Any) -> None:
