@@ -23,6 +23,7 @@ from pallas_bridge.generation import (
     sample,
 )
 from test_strict_modes import wide_types
+from test_symbolic_shapes import checks
 
 from pallas_bridge import (
     Llama3Scaling,
@@ -355,6 +356,23 @@ def test_bad_values_on_the_device_stay_in_their_row(rng: np.random.Generator, pa
     for old, new in zip(before, cache, strict=True):
         assert (old[:, 1:] == new[:, 1:]).all()
         assert (old[:, 0] != new[:, 0]).any((0, 2, 3)).nonzero()[0].tolist() == [4]
+
+
+def test_programs_are_exported(params: Any) -> None:
+    """A stored program takes and gives back caches and what is generated."""
+
+    @jax.jit
+    def run(params: Any, cache: Cache, tokens: jax.Array) -> Any:
+        logits, cache = prefill(params, QWEN3, cache, tokens)
+        positions = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+        found = decode_step(params, QWEN3, cache, logits.argmax(1), positions)
+        return *found, generate(params, QWEN3, tokens, max_new_tokens=3)
+
+    arrays = params, init_cache(QWEN3, 2, LENGTH, dtype="float32"), jnp.ones((2, 4), jnp.int32)
+    stored = jax.export.export(run, disabled_checks=checks())(*arrays).serialize()
+    found, wanted = jax.export.deserialize(stored).call(*arrays), run(*arrays)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_a_cache_is_updated_in_place(params: Any) -> None:

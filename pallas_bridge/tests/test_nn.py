@@ -207,6 +207,23 @@ def test_masks_of_objects(rng: np.random.Generator) -> None:
         check(run(*arrays), jax.nn.dot_product_attention(*arrays, mask=wanted[None, None]))
 
 
+def test_masks_are_static_arguments() -> None:
+    """Of equal masks a program is compiled once."""
+
+    @partial(jax.jit, static_argnames="mask")
+    def run(x: jax.Array, mask: Any) -> Any:
+        return nn.dot_product_attention(x, x, x, mask=mask)
+
+    x = jnp.ones((4, 1, 8))
+    for mask in (nn.CausalMask(), nn.CausalMask(), nn.WindowMask(1, 0), nn.WindowMask(1, 0)):
+        run(x, mask)
+    assert run._cache_size() == 2
+    ids = np.zeros(4, np.int32)
+    masks = [nn.CausalMask(), nn.WindowMask(1, 0), nn.SegmentMask(ids), nn.SegmentMask(ids.copy())]
+    assert len({*masks, nn.CausalMask() & nn.WindowMask(None, 0), nn.SegmentMask(ids)}) == 4
+    assert nn.CausalMask() != "causal"
+
+
 @pytest.mark.slow
 def test_maps_traced_masks_and_residuals(
     rng: np.random.Generator, caplog: pytest.LogCaptureFixture

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_bridge._src.optimizers import call as step_call
 from pallas_bridge._src.optimizers import codes, muon, newton_schulz, rounding, trees
+from test_symbolic_shapes import checks
 
 from pallas_bridge import optax as ours
 
@@ -646,3 +647,15 @@ def test_muon_clips_and_rounds(rng: np.random.Generator) -> None:
     assert difference(rounded, by_updates) == 0
     other, _ = train(ours.muon(1e-3, rounding_seed=4), narrow, applies=True)
     assert difference(rounded["a"], other["a"]) > 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam8bit", "lion8bit", "muon"])
+def test_steps_are_exported(rng: np.random.Generator, name: str) -> None:
+    """The state is what a stored program takes and gives back."""
+    optimizer, params = getattr(ours, name)(1e-2, max_norm=1.0), tree(rng)
+    step, state = jax.jit(optimizer.update_and_apply), optimizer.init(params)
+    stored = jax.export.export(step, disabled_checks=checks())(params, state, params).serialize()
+    found = jax.export.deserialize(stored).call(params, state, params)
+    wanted = step(params, state, params)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -18,6 +19,10 @@ class Cache(NamedTuple):
 
     keys: Array
     values: Array
+
+
+# Exported programs take it and give it back.
+jax.export.register_namedtuple_serialization(Cache, serialized_name="pallas_bridge.Cache")
 
 
 @hinted

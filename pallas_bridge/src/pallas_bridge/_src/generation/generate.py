@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -60,6 +61,10 @@ class Generated(NamedTuple):
     tokens: Array
     lengths: Array
     logps: Array
+
+
+# Exported programs give it back.
+jax.export.register_namedtuple_serialization(Generated, serialized_name="pallas_bridge.Generated")
 
 
 @hinted

@@ -22,6 +22,18 @@ class AttentionMask:
     # (q_segments, kv_segments), each [B, S] or [S], of each segment mask.
     segments: tuple[tuple[Any, Any], ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both have equal sides, and segments of the same arrays."""
+        return isinstance(other, AttentionMask) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Has `jax.jit` compile once for equal masks that are static arguments."""
+        return hash(self._key())
+
+    def _key(self) -> tuple[int | None, int | None, tuple[int, ...]]:
+        # Arrays are not hashable, and both masks keep theirs alive.
+        return self.left, self.right, tuple(id(one) for pair in self.segments for one in pair)
+
     def __and__(self, other: Any) -> "AttentionMask":
         """Returns the mask of what both masks let through."""
         if not isinstance(other, AttentionMask):

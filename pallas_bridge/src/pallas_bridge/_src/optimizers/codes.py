@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,6 +30,10 @@ class Quantized(NamedTuple):
     def block_size(self) -> int:
         """B."""
         return int(self.codes.shape[-1] // self.scales.shape[-1])
+
+
+# Exported steps take it and give it back.
+jax.export.register_namedtuple_serialization(Quantized, serialized_name="pallas_bridge.Moment8bit")
 
 
 @dataclass(frozen=True)

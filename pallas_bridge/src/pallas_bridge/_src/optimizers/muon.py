@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -37,6 +38,10 @@ class MuonState(NamedTuple):
     mu: Any
     adamw: trees.State
     norm: jax.Array | None
+
+
+# Exported steps take it and give it back.
+jax.export.register_namedtuple_serialization(MuonState, serialized_name="pallas_bridge.MuonState")
 
 
 def orthogonalized(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,6 +31,10 @@ class State(NamedTuple):
     mu: Any
     nu: Any
     norm: jax.Array | None
+
+
+# Exported steps take it and give it back.
+jax.export.register_namedtuple_serialization(State, serialized_name="pallas_bridge.OptimizerState")
 
 
 @dataclass(frozen=True)
