@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pallas_bridge._src.optimizers import call as step_call
 from pallas_bridge._src.optimizers import codes, muon, newton_schulz, rounding, trees
+from test_strict_modes import MODES
 from test_symbolic_shapes import checks
 
 from pallas_bridge import optax as ours
@@ -659,3 +660,13 @@ def test_steps_are_exported(rng: np.random.Generator, name: str) -> None:
     wanted = step(params, state, params)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["strict types", "strict types, 64 bits", "leaks"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion8bit", "muon"])
+def test_steps_are_lowered_in_strict_modes(rng: np.random.Generator, name: str, mode: str) -> None:
+    optimizer, params = getattr(ours, name)(SCHEDULE, max_norm=1.0), tree(rng)
+    with MODES[mode]():
+        state = optimizer.init(params)
+        for step in (optimizer.update, optimizer.update_and_apply):
+            jax.jit(step).lower(params, state, params)

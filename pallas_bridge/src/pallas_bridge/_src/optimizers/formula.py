@@ -92,7 +92,7 @@ def clipping(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
 
 def bias_correction(rest: jax.Array, steps: jax.Array) -> jax.Array:
     """Returns 1 / (1 - b^steps) for rest = 1 - b, whose digits b in float32 has lost near 1."""
-    return -1 / jnp.expm1(steps * jnp.log1p(-rest))
+    return -1 / jnp.expm1(steps.astype(jnp.float32) * jnp.log1p(-rest))
 
 
 def seed_of(seed: ArrayLike) -> jax.Array:
