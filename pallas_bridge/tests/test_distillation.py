@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from pallas_bridge._src import distillation
 from pallas_bridge.losses import linear_kl_divergence
+from test_symbolic_shapes import checks
 
 VOCAB, WIDTH, TEACHER_WIDTH = 52, 8, 12
 NAMES = ("hidden", "weight", "teacher_hidden", "teacher_weight")
@@ -67,6 +68,29 @@ def test_loss_and_gradients(rng: np.random.Generator, dtype: str, chunk_tokens: 
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays[:2], factors)
     for one, other in zip((value, *gradients), right, strict=True):
         close(one, other, dtype)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+@pytest.mark.parametrize("dtype", OFF)
+def test_any_number_of_tokens(rng: np.random.Generator, dtype: str, chunk_tokens: Any) -> None:
+    arrays = arrays_of(rng, dtype, 2, 13)
+    batch, length = jax.export.symbolic_shape("b, s")
+    shapes = [jax.ShapeDtypeStruct(one.shape, dtype) for one in arrays]
+    for index in (0, 2):
+        shapes[index] = jax.ShapeDtypeStruct((batch, length, arrays[index].shape[-1]), dtype)
+
+    def loss(*arrays: Any) -> Any:
+        return linear_kl_divergence(*arrays, chunk_tokens=chunk_tokens)
+
+    right = wanted(arrays, np.full((2, 13), 1 / 26), 1.0)
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    exported = jax.export.export(run, disabled_checks=checks())(*shapes)
+    value, gradients = jax.export.deserialize(exported.serialize()).call(*arrays)
+    for one, other in zip((value, *gradients), right[:3], strict=True):
+        close(one, other, dtype)
+    columns = jax.ShapeDtypeStruct((batch, WIDTH), dtype)
+    with pytest.raises(ValueError, match=r"weight has shape \(b, 8\); its extents must be numbers"):
+        jax.export.export(run)(arrays[0], columns, arrays[2], columns)
 
 
 @pytest.mark.slow

@@ -83,6 +83,24 @@ def test_clipping_is_that_of_optax(rng: np.random.Generator) -> None:
     assert float(state.norm) > 1
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam8bit", "lion8bit", "muon"])
+def test_inject_hyperparams_alone(rng: np.random.Generator, name: str) -> None:
+    """It traces all options that are numbers, `ns_steps` too."""
+    params, make = tree(rng), getattr(ours, name)
+    right, _ = train(make(1e-2), params)
+    got, _ = train(optax.inject_hyperparams(make)(learning_rate=1e-2), params)
+    assert difference(right, got) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adam8bit", "lion8bit", "muon"])
+def test_arrays_of_few_entries(rng: np.random.Generator, name: str) -> None:
+    params = {"none": jnp.zeros((0, 3)), "one": jnp.float32(1.5), "row": jnp.ones((1, 1))}
+    first, second = (train(getattr(ours, name)(1e-2), params, applies=one)[0] for one in (0, 1))
+    assert difference({**first, "none": 0}, {**second, "none": 0}) < 1e-6
+    assert first["none"].shape == second["none"].shape == (0, 3)
+    assert first["one"] != 1.5
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_inject_hyperparams_and_chain(rng: np.random.Generator, name: str) -> None:

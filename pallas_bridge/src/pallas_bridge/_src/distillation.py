@@ -1,5 +1,6 @@
 """Distillation by hidden states: neither model's logits are in memory at once."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,6 +30,8 @@ PORTABLE_VOCAB, HOPPER_MULTIPROCESSORS = 163840, 114
 # Columns of a vector of the kernel's.
 VECTOR = 4
 GEMMS = Gemms(vocab_axis=0)
+# Tokens of a chunk at most, where their number is a symbol: they are padded to whole chunks.
+SYMBOLIC_CHUNK = 1024
 # Bytes of a chunk's logits of both models, in float32.
 CHUNK_BYTES = 1 << 30
 LEAST_TOKENS = 128
@@ -121,6 +124,8 @@ def linear_kl_divergence(
         total = factors.sum()
         factors = jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
     count = max(CHUNK_BYTES // (8 * max(head.shape[0], 1)), LEAST_TOKENS)
+    if not isinstance(math.prod(batch), int):
+        count = min(count, SYMBOLIC_CHUNK)
     count = count if chunk_tokens is None else check_integer("chunk_tokens", chunk_tokens, 1)
     teacher = map(jax.lax.stop_gradient, (_flat(teacher_rows), teacher_head))
     operands = make_alike(_flat(rows), head, factors.reshape(-1), *teacher)
@@ -135,6 +140,11 @@ def _check_shapes(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight:
     for name, array in (("weight", weight), ("teacher_weight", teacher_weight)):
         if array.ndim != 2:
             raise ValueError(f"{name} has shape {array.shape}; it must be a matrix, [V, D]")
+        if not all(isinstance(one, int) for one in array.shape):
+            raise ValueError(
+                f"{name} has shape {array.shape}; its extents must be numbers: only axes of tokens "
+                "may be symbols"
+            )
     pairs = (
         ("weight", weight, "hidden", hidden),
         ("teacher_weight", teacher_weight, "teacher_hidden", teacher_hidden),
@@ -211,6 +221,8 @@ def _has_kernel(vocab: int) -> bool:
 
 def _even(tokens: int, most: int) -> int:
     """Returns a chunk of at most `most` tokens, for chunks as even as they can be."""
+    if not isinstance(tokens, int):
+        return most
     return max(-(-tokens // max(-(-tokens // most), 1)), 1)
 
 
@@ -285,10 +297,12 @@ def _value_and_gradients(
     heads, (tokens, width), vocab = _promoted_heads(*operands), hidden.shape, weight.shape[0]
     # A token's dlogits, where a chunk has logits of both models in f32.
     group = count * 8 // hidden.dtype.itemsize
-    if (tokens - group) * hidden.dtype.itemsize <= 4 * width:
+    is_known = isinstance(tokens, int)
+    if is_known and (tokens - group) * hidden.dtype.itemsize <= 4 * width:
         group = max(tokens, 1)
     count = _even(tokens, count)
-    group = count * -(-_even(tokens, group) // count)
+    # Symbols are padded to whole chunks, not to whole groups.
+    group = count * -(-_even(tokens, group) // count) if is_known else count
     arrays = pad_tokens(count, hidden, scaled, teacher_hidden)
     rows, all_factors, _ = arrays
     total = rows.shape[0]
@@ -312,7 +326,7 @@ def _value_and_gradients(
         return losses, drows, GEMMS.add_grad_weight(dweight, dlogits, x)
 
     carry = zeros(all_factors), zeros(rows, dtype=kept[0])
-    sums = None if 0 < total <= group else zeros(weight)
+    sums = None if is_known and 0 < total <= group else zeros(weight)
     losses, drows, dweight = for_each_chunk(total, group, run_group, (*carry, sums))
     losses = losses[:tokens]
     gradients = drows[:tokens], dweight.astype(kept[1])

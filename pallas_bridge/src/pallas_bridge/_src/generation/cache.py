@@ -1,6 +1,6 @@
 """A decoder's cache of keys and values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -43,6 +43,10 @@ def init_cache(
     """
     check_config(config)
     batch, length = check_integer("batch", batch, 1), check_integer("length", length, 1)
-    named = check_dtype_named("dtype", dtype)
+    return make_cache(config, batch, length, check_dtype_named("dtype", dtype))
+
+
+def make_cache(config: DecoderConfig, batch: Any, length: int, dtype: Any) -> Cache:
+    """Returns a cache of zeros, of arguments that are checked; `batch` may be a symbol."""
     shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, named), jnp.zeros(shape, named))
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

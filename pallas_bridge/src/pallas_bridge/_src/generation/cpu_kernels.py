@@ -53,8 +53,10 @@ def linear(
     dtype = x.dtype if dtype is None else dtype
     operands = x, weights, jnp.asarray(layer, jnp.int32)
     by_xla = partial(_dot, dtype=dtype)
-    has_kernel = x.dtype == weights.dtype and math.prod(x.shape[:-1]) <= MOST_TOKENS
-    if not (by_kernel and has_kernel):
+    count = math.prod(x.shape[:-1])
+    # Symbolic extents of exported programs are taken for large ones.
+    is_small = isinstance(count, int) and count <= MOST_TOKENS
+    if not (by_kernel and is_small and x.dtype == weights.dtype):
         return by_xla(*operands)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], weights.shape[1]), dtype)
     call = jax.ffi.ffi_call(LINEAR, result, vmap_method="sequential")

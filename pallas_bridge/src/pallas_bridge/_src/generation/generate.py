@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from ..checks import as_array, is_traced
 from ..keywords import hinted
 from . import kernel, sampling_kernel
-from .cache import Cache, init_cache
+from .cache import Cache, make_cache
 from .config import DecoderConfig
 from .model import (
     LARGEST_PAGE,
@@ -122,7 +122,7 @@ def generate(
     tokens = check_tokens("prompts", prompts, config, 2)
     batch, most = tokens.shape
     if prompt_lengths is None:
-        prompt_lengths = np.full(batch, most)
+        prompt_lengths = (np if isinstance(batch, int) else jnp).full(batch, most)
     lengths = check_integers(
         "prompt_lengths", prompt_lengths, (batch,), 1, most, "the columns of prompts"
     )
@@ -214,7 +214,7 @@ def _begin(
     config, max_new_tokens, has_kernel, has_sampler = static
     batch, most = prompts.shape
     length = -(-(most + (max_new_tokens or 0)) // LARGEST_PAGE) * LARGEST_PAGE
-    cache = init_cache(config, batch, length, dtype=params["embedding"].dtype)
+    cache = make_cache(config, batch, length, params["embedding"].dtype)
     logits, cache = prefill(params, config, cache, prompts, prompt_lengths)
     packed: Any = None
     tables = words = None
@@ -310,7 +310,7 @@ def _run(
 
     columns = 1 + -(-max(max_new_tokens - 1, 1) // count) * count
     found = [
-        jnp.full((len(one), columns), rest, one.dtype).at[:, 0].set(one)
+        jnp.full((one.shape[0], columns), rest, one.dtype).at[:, 0].set(one)
         for rest, one in zip((-1, 0.0), drawn, strict=True)
     ]
     found, *_ = jax.lax.while_loop(goes_on, run_block, (found, state, drawn[0]))

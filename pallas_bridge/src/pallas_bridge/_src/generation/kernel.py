@@ -74,7 +74,8 @@ def covers(config: DecoderConfig, batch: int = 1) -> bool:
     """Returns whether the kernel is for a config and so many sequences."""
     dims = Dimensions(*(getattr(config, name) for name in Dimensions._fields))
     is_listed = dims in DIMENSIONS.values() and config.window is None
-    return is_listed and 1 <= batch <= LARGEST_BATCH
+    # The batch of an exported program may be a symbol.
+    return is_listed and isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
 
 
 def is_usable(params: Params, config: DecoderConfig, batch: int) -> bool:

@@ -69,7 +69,7 @@ def prefill(
     if not 0 < most <= length:
         raise ValueError(f"tokens has {most} columns; it must be 1 to {length}, the cache's length")
     if lengths is None:
-        lengths = np.full(batch, most)
+        lengths = (np if isinstance(batch, int) else jnp).full(batch, most)
     lengths = check_integers("lengths", lengths, (batch,), 1, most, "the columns of tokens")
     on_cpu = cpu_kernels.are_usable(params)
     found: tuple[Array, Cache] = _prefill(params, config, cache, tokens, lengths, on_cpu)
@@ -169,7 +169,7 @@ def _decode_step(
 ) -> tuple[Array, Cache]:
     check_params(params, config)
     by_layers = partial(step_by_layers, config, on_cpu)
-    if not (has_kernel and kernel.fits(params, config, len(tokens))):
+    if not (has_kernel and kernel.fits(params, config, tokens.shape[0])):
         return by_layers(params, cache, tokens, positions)
 
     def in_one_kernel(

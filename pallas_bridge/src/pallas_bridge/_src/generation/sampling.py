@@ -181,7 +181,7 @@ def make_sampler(
             caller has at hand.
         vector: `as_vector` of the options, which a loop computes once.
     """
-    starts = jnp.zeros(len(keys), jnp.int32) if starts is None else starts
+    starts = jnp.zeros(keys.shape[0], jnp.int32) if starts is None else starts
     if options.temperature is None or not has_kernel:
         return lambda logits, steps: _draw(
             logits.astype(jnp.float32), keys, steps + starts, options

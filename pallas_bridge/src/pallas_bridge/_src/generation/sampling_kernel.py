@@ -19,8 +19,8 @@ LARGEST_NOISE_BATCH = 2
 
 
 def covers(vocab_size: int) -> bool:
-    """Returns whether the kernel is for so many columns."""
-    return 0 < vocab_size <= declared(TARGET).largest("V")
+    """Returns whether the kernel is for so many columns; for no symbol."""
+    return isinstance(vocab_size, int) and 0 < vocab_size <= declared(TARGET).largest("V")
 
 
 def is_usable(arrays: Iterable[Array], vocab_size: int) -> bool:

@@ -4,6 +4,7 @@ Matrices of one shape are one batch of each GEMM. https://kellerjordan.github.io
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..checks import check_integer
+from ..checks import check_integer, is_traced
 from ..keywords import hinted
 from . import api, call, formula, newton_schulz, transformation, trees
 from .api import Schedule
@@ -45,7 +46,7 @@ jax.export.register_namedtuple_serialization(MuonState, serialized_name="pallas_
 
 
 def orthogonalized(
-    x: jax.Array, coefficients: tuple[float, float, float], steps: int, eps: ArrayLike
+    x: jax.Array, coefficients: tuple[float, float, float], steps: ArrayLike, eps: ArrayLike
 ) -> jax.Array:
     """Returns matrices [.., R, C] with singular values near 1, float32, by GEMMs of bfloat16.
 
@@ -54,18 +55,24 @@ def orthogonalized(
     is_tall = x.shape[-2] > x.shape[-1]
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
     x = (x / (norm + eps)).astype(jnp.bfloat16)
-    for _ in range(steps):
+
+    def step(_: Any, x: jax.Array) -> jax.Array:
         # With c0 on the diagonal the step is one GEMM.
         matrix = newton_schulz.polynomial(x, coefficients)
         factors = (x, matrix) if is_tall else (matrix, x)
-        x = newton_schulz.product("ik", "kj", "ij", *factors, jnp.bfloat16)
+        return newton_schulz.product("ik", "kj", "ij", *factors, jnp.bfloat16)
+
+    if is_traced(steps):
+        return jax.lax.fori_loop(0, steps, step, x).astype(jnp.float32)
+    for index in range(operator.index(steps)):  # type: ignore[arg-type]
+        x = step(index, x)
     return x.astype(jnp.float32)
 
 
 def orthogonalized_by_shape(
     matrices: list[jax.Array],
     coefficients: tuple[float, float, float],
-    steps: int,
+    steps: ArrayLike,
     eps: ArrayLike,
 ) -> list[jax.Array]:
     """Returns `orthogonalized` of each array, in one batch for each shape of matrices."""
@@ -94,7 +101,7 @@ class _Muon:
 
     learning_rate: Schedule
     coefficients: tuple[float, float, float]
-    steps: int
+    steps: ArrayLike
     beta: ArrayLike
     eps: ArrayLike
     weight_decay: Schedule
@@ -228,7 +235,7 @@ def _only(tree: Any, masks: list[bool]) -> Any:
 def muon(
     learning_rate: Schedule,
     ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
-    ns_steps: int = 5,
+    ns_steps: ArrayLike = 5,
     beta: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
     weight_decay: Schedule = 0.0,
@@ -295,7 +302,14 @@ def muon(
         max_norm=max_norm,
         rounding_seed=rounding_seed,
     )
-    check_integer("ns_steps", ns_steps, 0)
+    # `optax.inject_hyperparams` traces it.
+    if not is_traced(ns_steps):
+        check_integer("ns_steps", ns_steps, 0)
+    elif ns_steps.ndim or not jnp.issubdtype(ns_steps.dtype, jnp.integer):
+        raise TypeError(
+            f"ns_steps is traced, of shape {ns_steps.shape} and dtype {ns_steps.dtype}; it must be "
+            "an integer"
+        )
     if not hasattr(ns_coeffs, "__len__") or len(ns_coeffs) != 3:
         raise ValueError(f"ns_coeffs is {ns_coeffs}; it must be three numbers")
     others = api.adamw(
@@ -327,4 +341,4 @@ def muon(
 
 
 def _has_two_axes(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params)
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2 and jnp.size(leaf) > 0, params)
