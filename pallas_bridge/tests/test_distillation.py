@@ -93,6 +93,25 @@ def test_any_number_of_tokens(rng: np.random.Generator, dtype: str, chunk_tokens
         jax.export.export(run)(arrays[0], columns, arrays[2], columns)
 
 
+def test_second_derivatives_are_refused(rng: np.random.Generator) -> None:
+    """A gradient that is held constant is no use of one."""
+    arrays = arrays_of(rng, "float32", 6)
+
+    def loss(hidden: Any) -> Any:
+        return linear_kl_divergence(hidden, *arrays[1:])
+
+    gradient, hidden = jax.grad(loss), arrays[0]
+    for second in (
+        lambda x: jax.grad(lambda x: (gradient(x) ** 2).sum())(x),
+        lambda x: jax.jvp(gradient, (x,), (x,))[1],
+    ):
+        for run in (second, jax.jit(second)):
+            with pytest.raises(NotImplementedError, match=r"linear_kl_divergence: second deriv"):
+                run(hidden)
+    held = jax.grad(lambda x: loss(x) + jax.lax.stop_gradient(gradient(x)).sum())(hidden)
+    np.testing.assert_allclose(held, gradient(hidden), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_mean_and_vmap(rng: np.random.Generator) -> None:
     arrays = arrays_of(rng, "float32", 3, 7)

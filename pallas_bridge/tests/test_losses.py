@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_strict_modes import MODES, wide_types
 
 from pallas_bridge import cross_entropy_per_token, linear_cross_entropy_per_token, losses
 
@@ -248,6 +249,34 @@ def test_of_log_probabilities(rng: np.random.Generator, name: str) -> None:
     check((value, gradient), problem.reference, logps)
     for leaf in jax.tree.leaves(of_constants):
         assert not np.asarray(leaf).any()
+
+
+@pytest.mark.parametrize("mode", ["strict types", "strict types, 64 bits", "leaks"])
+@pytest.mark.parametrize("name", DRAW)
+def test_programs_are_lowered_in_strict_modes(
+    rng: np.random.Generator, name: str, mode: str
+) -> None:
+    problem = draw(rng, name)
+    logps = [np.zeros(mask.shape, np.float32) for mask in problem.masks]
+    with MODES[mode]():
+        jax.jit(jax.value_and_grad(problem.ours)).lower(logps, problem.constants)
+
+
+def test_losses_are_of_the_dtype_of_logps() -> None:
+    """Where Python's numbers and those of NumPy are float64, too."""
+    x, mask = np.full((2, 3), -1.0, np.float32), np.ones((2, 3), bool)
+    wide = x.astype(np.float64)
+    with wide_types():
+        for loss in (
+            losses.dpo_loss(x, x, wide, wide),
+            losses.kto_loss(x, wide, [True, False], 0.1),
+            losses.kto_kl(x, wide),
+            losses.orpo_loss(x, x, mask, mask),
+            losses.grpo_loss(x, wide, wide, [1.0, -1.0], mask),
+            losses.ppo_policy_loss(x, wide, wide, mask, entropies=wide),
+        ):
+            assert loss.dtype == jnp.float32
+        assert losses.grpo_loss(wide, x, x, [1.0, -1.0], mask).dtype == jnp.float64
 
 
 def draw_model(rng: np.random.Generator, problem: Problem) -> list[F64]:

@@ -115,7 +115,7 @@ def kto_loss(
       ValueError: shapes that disagree.
     """
     logps, ref_logps = _per_token(logps=logps, ref_logps=ref_logps)
-    kl = _real("kl", kl, "of no axes")
+    kl = _real("kl", kl, "of no axes").astype(logps.dtype)
     desirable = as_array("desirable", desirable, "[B], of booleans").astype(bool)
     _check_responses("desirable", desirable.shape, logps)
     if kl.ndim:
@@ -211,7 +211,7 @@ def grpo_loss(
     logps, old_logps, ref_logps, mask = _per_token(
         logps=logps, old_logps=old_logps, ref_logps=ref_logps, mask=mask
     )
-    advantages = _real("advantages", advantages, "[B]")
+    advantages = _real("advantages", advantages, "[B]").astype(logps.dtype)
     _check_responses("advantages", advantages.shape, logps)
     surrogate = _clipped_surrogate(logps, old_logps, advantages[..., None], mask, clip)
     d = jnp.where(mask, jax.lax.stop_gradient(ref_logps) - logps, 0.0)
@@ -280,7 +280,7 @@ def ppo_policy_loss(
 
 
 def _per_token(**arrays: ArrayLike) -> list[Array]:
-    """Returns arrays of one shape, [.., T]; masks are booleans, the others as `_real` has them.
+    """Returns arrays of one shape, [.., T]; masks are booleans, the others of the first's dtype.
 
     Raises:
         TypeError: a dtype that is not taken.
@@ -294,7 +294,7 @@ def _per_token(**arrays: ArrayLike) -> list[Array]:
             right = "[B, T]" if array is found[0] else f"that of {first}, {shape}"
             raise ValueError(f"{name} has shape {array.shape}; it must be {right}")
     return [
-        array.astype(bool) if "mask" in name else array
+        array.astype(bool if "mask" in name else found[0].dtype)
         for name, array in zip(arrays, found, strict=True)
     ]
 
@@ -375,4 +375,4 @@ def _bounded(f: Callable[[Array], Array], x: Array) -> Array:
 
 def _mean_of(x: Array, mask: Array, axis: int | None) -> Array:
     """The mean over an axis, or all, of what the mask has; 0 where that is nothing."""
-    return jnp.where(mask, x, 0.0).sum(axis) / jnp.maximum(mask.sum(axis), 1)
+    return jnp.where(mask, x, 0.0).sum(axis) / jnp.maximum(mask.sum(axis), 1).astype(x.dtype)

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from . import library
+from . import library, linear
 from .bound import Bound
 from .checks import as_array, check_dtype, check_float32, check_integer, check_word, promoted
 from .chunk_loops import empty, for_each_chunk, make_alike, pad_tokens, put_rows, slice_rows, zeros
@@ -23,6 +23,23 @@ from .losses.reduction import countable
 from .operation import Operation
 from .targets import declared
 
+
+class _Divergence(Operation):
+    """The operation, which has no implementation with second derivatives."""
+
+    def refuse_derivative(self) -> NoReturn:
+        """Refuses derivatives of the loss that comes with gradients, and of these.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{self}: second derivatives (grad of grad, hessian, jvp of grad) are not there; "
+            "jax.nn.log_softmax of both models' logits has them"
+        )
+
+
+OPERATION = _Divergence("linear_kl_divergence", target=None)
 TARGET = "xentile_kl_divergence"
 # The largest vocabulary for clusters of 8 CTAs, which every GPU with clusters runs; those of 16
 # need a Hopper GPU that is not partitioned.
@@ -187,12 +204,14 @@ def _loss(fixed: Fixed, *operands: jax.Array) -> jax.Array:
 
 def _forward(fixed: Fixed, *operands: jax.Array) -> Any:
     by_xla = Bound(_value_and_gradients, _run_xla, fixed)
+    # Derivatives of gradients that loops over chunks have added up would be wrong.
+    by_xla_alone = partial(linear.opaque, OPERATION, by_xla)
     if not _has_kernel(operands[1].shape[0]):
-        return by_xla(*operands)
+        return by_xla_alone(*operands)
     by_kernel = Bound(_value_and_gradients, _run_kernel, fixed)
     bound = Bound(bind_deferred, _pass, by_xla)
     return jax.lax.platform_dependent(
-        *operands, cuda=partial(bound, call=by_kernel), default=by_xla
+        *operands, cuda=partial(bound, call=by_kernel), default=by_xla_alone
     )
 
 
@@ -203,7 +222,7 @@ def _backward(fixed: Fixed, gradients: Any, cotangent: jax.Array) -> tuple[Any, 
 
 
 _loss.defvjp(_forward, _backward)
-_pass = make_primitive(Operation("linear_kl_divergence", target=None), TARGET, choose_if_whole)
+_pass = make_primitive(OPERATION, TARGET, choose_if_whole)
 
 
 def _has_kernel(vocab: int) -> bool:
