@@ -238,7 +238,7 @@ def _has_kernel(vocab: int) -> bool:
     return vocab <= PORTABLE_VOCAB or min(counts) >= HOPPER_MULTIPROCESSORS
 
 
-def _even(tokens: int, most: int) -> int:
+def _even(tokens: Any, most: int) -> int:
     """Returns a chunk of at most `most` tokens, for chunks as even as they can be."""
     if not isinstance(tokens, int):
         return most

@@ -63,7 +63,8 @@ def orthogonalized(
         return newton_schulz.product("ik", "kj", "ij", *factors, jnp.bfloat16)
 
     if is_traced(steps):
-        return jax.lax.fori_loop(0, steps, step, x).astype(jnp.float32)
+        found: jax.Array = jax.lax.fori_loop(0, steps, step, x)
+        return found.astype(jnp.float32)
     for index in range(operator.index(steps)):  # type: ignore[arg-type]
         x = step(index, x)
     return x.astype(jnp.float32)
