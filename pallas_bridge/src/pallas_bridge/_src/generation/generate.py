@@ -18,7 +18,7 @@ from .cache import Cache, make_cache
 from .config import DecoderConfig
 from .model import (
     LARGEST_PAGE,
-    check_integers,
+    check_lengths,
     check_tokens,
     decode_step,
     position_tables,
@@ -120,12 +120,8 @@ def generate(
             raise ValueError("prompt_lengths is given and prompts is a list, which has its lengths")
         prompts, prompt_lengths = _padded(prompts)
     tokens = check_tokens("prompts", prompts, config, 2)
-    batch, most = tokens.shape
-    if prompt_lengths is None:
-        prompt_lengths = (np if isinstance(batch, int) else jnp).full(batch, most)
-    lengths = check_integers(
-        "prompt_lengths", prompt_lengths, (batch,), 1, most, "the columns of prompts"
-    )
+    batch = tokens.shape[0]
+    lengths = check_lengths("prompt_lengths", prompt_lengths, "prompts", tokens)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
         raise TypeError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer")
     if max_new_tokens < 1:

@@ -68,9 +68,7 @@ def prefill(
     length = _check_cache(cache, params, config, batch)
     if not 0 < most <= length:
         raise ValueError(f"tokens has {most} columns; it must be 1 to {length}, the cache's length")
-    if lengths is None:
-        lengths = (np if isinstance(batch, int) else jnp).full(batch, most)
-    lengths = check_integers("lengths", lengths, (batch,), 1, most, "the columns of tokens")
+    lengths = check_lengths("lengths", lengths, "tokens", tokens)
     on_cpu = cpu_kernels.are_usable(params)
     found: tuple[Array, Cache] = _prefill(params, config, cache, tokens, lengths, on_cpu)
     return found
@@ -386,6 +384,20 @@ def check_tokens(name: str, tokens: Any, config: DecoderConfig, axes: int) -> Ar
     if axes == 2 and 0 in shape:
         raise ValueError(f"{name} has shape {shape}; it must be [B, T] with both at least 1")
     return check_integers(name, tokens, shape, 0, config.vocab_size - 1, "the vocabulary's last")
+
+
+def check_lengths(name: str, lengths: Any, name_of_tokens: str, tokens: Array) -> Array:
+    """Returns the number of tokens of each prompt [B] in int32: T of tokens [B, T] if None.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they have another shape, or one on the host is not 1 to T.
+    """
+    batch, most = tokens.shape
+    if lengths is None:
+        # In an exported program B may be a symbol, of which NumPy makes no array.
+        lengths = (np if isinstance(batch, int) else jnp).full(batch, most)
+    return check_integers(name, lengths, (batch,), 1, most, f"the columns of {name_of_tokens}")
 
 
 def check_integers(
