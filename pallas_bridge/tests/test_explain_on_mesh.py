@@ -1,6 +1,7 @@
 """What `explain` says of one device of a mesh, beside programs that users write."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -144,18 +145,31 @@ def test_a_named_axis_and_shard_map() -> None:
     assert plan.columns <= VOCAB // 8 and plan.products > 3
 
 
-def test_a_recomputing_plan_of_whole_arrays_is_that_of_devices() -> None:
+@pytest.mark.fixed
+@pytest.mark.parametrize(
+    ("budget", "reduction", "passes"),
+    [(1 << 20, "mean", {"fused"}), (1 << 18, "none", {"forward", "backward"})],
+)
+def test_whole_arrays_decide_how_many_passes_devices_run(
+    budget: int, reduction: Any, passes: set[str]
+) -> None:
+    """One where their plan has one, else two, which are those of a loss of each token."""
     mesh = mesh_of((8, 1), "auto")
-    hidden, weight, *_ = placed(mesh, "bfloat16", P("data"), P())
+    hidden, weight, _, labels = placed(mesh, "bfloat16", P("data"), P())
     own = Shape((TOKENS // 8, WIDTH), "bfloat16"), Shape((VOCAB, WIDTH), "bfloat16")
-    whole = Shape((TOKENS, WIDTH), "bfloat16"), own[1]
-    budget = explain(*own, platform="cpu").scratch_bytes
-    products = [
-        explain(*one, platform="cpu", max_scratch_bytes=budget).products for one in (own, whole)
-    ]
-    assert products[0] < 4
-    plan = explain(hidden, weight, max_scratch_bytes=budget)
-    assert (plan.products > 3) == (products[1] >= 4)
+    options: dict[str, Any] = {"max_scratch_bytes": budget}
+    whole = explain(Shape((TOKENS, WIDTH), "bfloat16"), own[1], platform="cpu", **options)
+    assert (whole.products >= 4) == (reduction == "none")
+    found = dataclasses.replace(explain(hidden, weight, **options), memory=None)
+    by_reduction = {
+        name: explain(*own, reduction=name, platform="cpu", **options) for name in ("mean", "none")
+    }
+    assert by_reduction["mean"] != by_reduction["none"]
+    assert found == by_reduction[reduction]
+    step = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, **options), (0, 1)))
+    with jax.set_mesh(mesh):
+        text = step.lower(hidden, weight, labels).compile().as_text()
+    assert {*re.findall(r"xentile_linear_cross_entropy_(\w+)", text)} == passes
 
 
 def test_arrays_have_the_plan_of_their_devices() -> None:
