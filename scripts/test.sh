@@ -68,6 +68,8 @@ fi
 if [[ $XENTILE_TEST_SET == ci ]]; then
     export CARGO_PROFILE_RELEASE_OPT_LEVEL=2
     export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true
+    # Of several units of a crate a fifth of the time goes to optimizing across them (xentile-cpu: 168 to 138 s).
+    export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
 fi
 # Python compiles what is imported, once, where pip would compile all that it installs.
 export PIP_COMPILE=0

@@ -16,14 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIKE_WORKSPACE = "--package xentile --package xentile-tools --package xentile-xla"
 
-# What scripts set of profiles in CI.
-SETTINGS = {
-    name: value
-    for script in ("test.sh", "tiers/common.sh")
-    for name, value in re.findall(
-        r"\b(CARGO_(?:INCREMENTAL|PROFILE_\w+))=(\w+)", (ROOT / "scripts" / script).read_text()
+# What scripts/test.sh sets of profiles in CI.
+SETTINGS = dict(
+    re.findall(
+        r"\b(CARGO_(?:INCREMENTAL|PROFILE_\w+))=(\w+)", (ROOT / "scripts" / "test.sh").read_text()
     )
-}
+)
 
 
 def unit_graph(command: str, tests_set: str = "default") -> list[dict[str, Any]]:

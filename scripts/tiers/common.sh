@@ -105,8 +105,6 @@ fi
 # In CI's set also README's commands take what the tier host compiled: cargo adds the features of its tests to
 # builds of the whole workspace, here and in what tiers run.
 if [[ $XENTILE_TEST_SET == ci ]]; then
-    # Of several units of a crate a fifth of the time goes to optimizing across them (xentile-cpu: 168 to 138 s).
-    export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
     export CARGO_FEATURES_OF_TESTS=xla-ffi/testing${cuda:+,$cuda}
     cargo() {
         case "$* " in
