@@ -44,6 +44,8 @@ def test_medians_ratios_and_spread() -> None:
 
 
 def test_a_cell_that_fails_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its error is one line, in which a machine's folders, as of the made-up path here, are cut."""
+
     def fail() -> harness.Row:
         raise ValueError("no such shape in /home/me/file.py\nmore")
 
